@@ -1,0 +1,321 @@
+"""Fit the latency model to timed chunks, and say whether the fit can be trusted.
+
+Constrained (non-negative) weighted least squares on *relative* residuals: chunk times span
+two orders of magnitude and their noise is proportional to them. Single outliers are found
+with a soft-L1 fit and left out of the final one, by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares, lsq_linear
+
+from isochunk.latency import InvalidLatencyModelError, LatencyModel
+
+FloatArray = npt.NDArray[np.float64]
+
+NUM_COEFFICIENTS = 4
+MAX_OUTLIER_FRACTION = 0.25
+# A sample is an outlier beyond this many robust standard deviations (MAD), and never
+# for less than this relative error: a nearly perfect fit has no outliers.
+OUTLIER_SIGMAS = 4.5
+OUTLIER_FLOOR = 0.08
+# The sweep runs without attention and without real inputs: it pins the per-token cost,
+# but a real forward may differ by more than its noise. Weigh it accordingly.
+SWEEP_WEIGHT = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSample:
+    """One timed chunk on one stage: ``num_new`` tokens after ``num_cached``, in ms."""
+
+    num_cached: int
+    num_new: int
+    latency_ms: float
+
+
+class Refusal(StrEnum):
+    """Why a fit isn't used."""
+
+    TOO_FEW = "too few samples"
+    NOT_IDENTIFIABLE = "attention term not identifiable"
+    ILL_CONDITIONED = "samples too alike (ill-conditioned)"
+    RESIDUAL = "model does not describe the samples"
+    UNCERTAIN = "predictions too uncertain"
+    NO_USEFUL_SHRINK = "no useful shrink"
+
+
+@dataclass(frozen=True, slots=True)
+class FitChecks:
+    """What a fit must satisfy. Relative errors are fractions of the predicted time."""
+
+    min_shapes: int = 6
+    max_median_error: float = 0.07
+    max_p90_error: float = 0.25
+    max_condition_number: float = 1e4
+    max_prediction_error: float = 0.10
+    min_attention_significance: float = 3.0
+    """The attention term must be this many of its standard errors above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitReport:
+    """A fit with its diagnostics: accepted, or refused for one reason.
+
+    ``model`` is set whenever the equations could be solved, also for a refused fit, so that
+    a report can show what was found; use it only if ``accepted``.
+    """
+
+    refusal: Refusal | None
+    detail: str
+    model: LatencyModel | None = None
+    standard_errors: dict[str, float] = field(default_factory=dict)
+    median_error: float = math.nan
+    max_error: float = math.nan
+    condition_number: float = math.nan
+    prediction_error: float = math.nan
+    num_samples: int = 0
+    num_shapes: int = 0
+    outliers: tuple[ChunkSample, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether every check passed."""
+        return self.refusal is None
+
+    def __str__(self) -> str:
+        if not self.accepted:
+            return f"{self.refusal}: {self.detail}"
+        return (
+            f"{self.model} [{self.num_samples} samples, {self.num_shapes} shapes, "
+            f"{len(self.outliers)} outliers; error median {self.median_error:.1%}, "
+            f"max {self.max_error:.1%}; prediction ±{self.prediction_error:.1%}]"
+        )
+
+
+def fit_latency_model(
+    samples: Iterable[ChunkSample],
+    sweep: Iterable[tuple[int, float]] = (),
+    checks: FitChecks | None = None,
+) -> FitReport:
+    """Fit ``t(L, x) = c + γL + bx + a(2Lx + x²)`` with non-negative coefficients.
+
+    Args:
+        samples: timed chunks of real prefills on one stage.
+        sweep: ``(num_tokens, latency_ms)`` of attention-free forwards. They share ``b`` with
+            the samples and have a fixed cost of their own, so the difference (the serving
+            overhead) is fitted, not assumed.
+        checks: acceptance thresholds.
+
+    Returns:
+        The accepted model with standard errors, or the reason why there is none.
+    """
+    checks = checks or FitChecks()
+    samples = list(samples)
+    usable = [s for s in samples if math.isfinite(s.latency_ms) and s.latency_ms > 0]
+    report = FitReport(None, "", num_samples=len(samples), num_shapes=len(_by_shape(usable)))
+    if report.num_shapes < checks.min_shapes:
+        return replace(
+            report,
+            refusal=Refusal.TOO_FEW,
+            detail=f"{report.num_shapes} different (cached, new) shapes, "
+            f"{checks.min_shapes} needed",
+        )
+    if all(s.num_cached == 0 for s in usable):
+        return replace(
+            report,
+            refusal=Refusal.NOT_IDENTIFIABLE,
+            detail="no chunk with a cached prefix was timed",
+        )
+    sweep = [(x, ms) for x, ms in sweep if math.isfinite(ms) and ms > 0]
+    kept = _Problem.build([(s, 1) for s in usable], sweep).inliers(usable)
+    outliers = tuple(s for s in samples if s not in kept)
+    report = replace(report, outliers=outliers)
+    if len(outliers) > MAX_OUTLIER_FRACTION * len(samples):
+        return replace(
+            report,
+            refusal=Refusal.RESIDUAL,
+            detail=f"{len(outliers)} of {len(samples)} chunk times are outliers",
+        )
+    shapes = [
+        (ChunkSample(num_cached, num_new, median(times)), len(times))
+        for (num_cached, num_new), times in _by_shape(kept).items()
+    ]
+    solution = _Problem.build(shapes, sweep).solve()
+    return _judge(solution, [shape for shape, _ in shapes], checks, report)
+
+
+def _by_shape(samples: Sequence[ChunkSample]) -> dict[tuple[int, int], list[float]]:
+    """(cached, new) -> latencies, in order of first appearance."""
+    groups: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for s in samples:
+        groups[(s.num_cached, s.num_new)].append(s.latency_ms)
+    return groups
+
+
+def features(num_cached: FloatArray, num_new: FloatArray) -> FloatArray:
+    """Design matrix, shape (n, 4): the factors of c, γ, b and a."""
+    ones = np.ones_like(num_cached)
+    area = num_new * (2.0 * num_cached + num_new)
+    return np.column_stack([ones, num_cached, num_new, area])
+
+
+@dataclass(frozen=True)
+class _Solution:
+    coefficients: FloatArray  # c, γ, b, a
+    covariance: FloatArray  # (4, 4); rows and columns of coefficients at their bound are 0
+    condition_number: float
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Rows of samples first, then rows of the sweep. Columns: c, γ, b, a[, c of the sweep]."""
+
+    design: FloatArray  # (rows, columns), columns scaled to a maximum of 1
+    scale: FloatArray  # (columns,)
+    times_ms: FloatArray  # (rows,)
+    weights: FloatArray  # (rows,) relative to a single timed sample
+    num_samples: int
+
+    @classmethod
+    def build(
+        cls,
+        samples: Sequence[tuple[ChunkSample, int]],
+        sweep: Sequence[tuple[int, float]],
+    ) -> _Problem:
+        """From ``(sample, how many it stands for)`` and the sweep's ``(num_tokens, ms)``."""
+        n = len(samples)
+        cached = np.array([s.num_cached for s, _ in samples] + [0] * len(sweep), dtype=np.float64)
+        new = np.array([s.num_new for s, _ in samples] + [x for x, _ in sweep], dtype=np.float64)
+        design = features(cached, new)
+        if sweep:
+            own_fixed = np.zeros((len(design), 1))
+            own_fixed[n:] = 1.0
+            design[n:, 0] = 0.0
+            design[n:, 3] = 0.0  # attention-free
+            design = np.hstack([design, own_fixed])
+        scale = design.max(axis=0)
+        scale[scale == 0] = 1.0
+        weights = np.array([math.sqrt(k) for _, k in samples] + [SWEEP_WEIGHT] * len(sweep))
+        times = np.array([s.latency_ms for s, _ in samples] + [ms for _, ms in sweep])
+        return cls(design / scale, scale, times, weights, n)
+
+    def inliers(self, samples: Sequence[ChunkSample]) -> list[ChunkSample]:
+        """Those of ``samples`` (this problem's) that a robust fit explains."""
+        start = lsq_linear(
+            self.design * (self.weights / self.times_ms)[:, None], self.weights, bounds=(0, np.inf)
+        ).x
+
+        def relative_errors(coefficients: FloatArray) -> FloatArray:
+            # log keeps over- and underestimates symmetric, and one 30x sample bounded.
+            predicted = np.maximum(self.design @ coefficients, 1e-12)
+            errors: FloatArray = self.weights * np.log(self.times_ms / predicted)
+            return errors
+
+        robust = least_squares(
+            relative_errors,
+            np.maximum(start, 1e-9 * self.times_ms.max()),
+            bounds=(0, np.inf),
+            loss="soft_l1",
+            f_scale=0.05,
+        ).x
+        errors = relative_errors(robust)[: self.num_samples]
+        centred = np.abs(errors - np.median(errors))
+        limit = max(OUTLIER_SIGMAS * 1.4826 * float(np.median(centred)), OUTLIER_FLOOR)
+        return [s for s, e in zip(samples, centred, strict=True) if e <= limit]
+
+    def solve(self) -> _Solution:
+        """Weighted non-negative least squares, with its covariance."""
+        design, times, weights = self.design, self.times_ms, self.weights
+        predicted = times
+        coefficients = np.zeros(design.shape[1])
+        for _ in range(3):  # weights follow the prediction, not the noisy measurement
+            row_weights = weights / np.maximum(predicted, 1e-9)
+            weighted = design * row_weights[:, None]
+            coefficients = lsq_linear(weighted, times * row_weights, bounds=(0, np.inf)).x
+            predicted = design @ coefficients
+        free = coefficients > 1e-6 * predicted.max()
+        # The noise is that of the timed chunks; the down-weighted sweep says nothing about it.
+        residuals = ((times - predicted) * row_weights)[: self.num_samples]
+        degrees = max(self.num_samples - int(free[:NUM_COEFFICIENTS].sum()), 1)
+        variance = float(residuals @ residuals) / degrees
+        active = weighted[:, free]
+        norms = np.maximum(np.linalg.norm(active, axis=0), 1e-300)
+        condition = float(np.linalg.cond(active / norms)) if free.any() else math.inf
+        covariance = np.zeros((design.shape[1], design.shape[1]))
+        if free.any():
+            covariance[np.ix_(free, free)] = variance * np.linalg.pinv(active.T @ active)
+        k = NUM_COEFFICIENTS
+        scale = self.scale[:k]
+        return _Solution(
+            np.where(free, coefficients, 0.0)[:k] / scale,
+            covariance[:k, :k] / np.outer(scale, scale),
+            condition,
+        )
+
+
+def _judge(
+    solution: _Solution,
+    shapes: Sequence[ChunkSample],
+    checks: FitChecks,
+    report: FitReport,
+) -> FitReport:
+    """Add the diagnostics to ``report`` and run every acceptance check."""
+    try:
+        model = LatencyModel(*(float(v) for v in solution.coefficients))
+    except InvalidLatencyModelError as error:
+        return replace(report, refusal=Refusal.RESIDUAL, detail=str(error))
+    errors = np.sqrt(np.diag(solution.covariance))
+    cached = np.array([s.num_cached for s in shapes], dtype=np.float64)
+    new = np.array([s.num_new for s in shapes], dtype=np.float64)
+    times = np.array([s.latency_ms for s in shapes])
+    relative = np.abs(times / (features(cached, new) @ solution.coefficients) - 1.0)
+    # Where the policy will ask: the observed shapes and the corners of their range.
+    asked = features(
+        np.concatenate([cached, [cached.max(), cached.max()]]),
+        np.concatenate([new, [new.max(), new.min()]]),
+    )
+    spread = np.sqrt(np.einsum("ij,jk,ik->i", asked, solution.covariance, asked))
+    uncertainty = float((spread / (asked @ solution.coefficients)).max())
+    median_error, p90_error = (float(np.quantile(relative, q)) for q in (0.5, 0.9))
+    report = replace(
+        report,
+        model=model,
+        standard_errors={f.name: float(e) for f, e in zip(fields(model), errors, strict=True)},
+        median_error=median_error,
+        max_error=float(relative.max()),
+        condition_number=solution.condition_number,
+        prediction_error=uncertainty,
+    )
+    if median_error > checks.max_median_error or p90_error > checks.max_p90_error:
+        refusal = Refusal.RESIDUAL
+        detail = (
+            f"relative error median {median_error:.1%}, 90th percentile {p90_error:.1%}; "
+            f"at most {checks.max_median_error:.0%} and {checks.max_p90_error:.0%} allowed"
+        )
+    elif model.attention_ms <= checks.min_attention_significance * errors[3]:
+        refusal = Refusal.NOT_IDENTIFIABLE
+        detail = f"a = {model.attention_ms:.3g} ± {errors[3]:.2g} ms/token² cannot be told from 0"
+    elif solution.condition_number > checks.max_condition_number:
+        refusal = Refusal.ILL_CONDITIONED
+        detail = (
+            f"condition number {solution.condition_number:.3g}, "
+            f"at most {checks.max_condition_number:.0e} allowed"
+        )
+    elif uncertainty > checks.max_prediction_error:
+        refusal = Refusal.UNCERTAIN
+        detail = (
+            f"standard error of a predicted chunk time up to {uncertainty:.1%}, "
+            f"at most {checks.max_prediction_error:.0%} allowed"
+        )
+    else:
+        return report
+    return replace(report, refusal=refusal, detail=detail)
