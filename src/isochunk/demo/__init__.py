@@ -1,0 +1,1 @@
+"""The demonstration: real engine, embedded models, one page of results."""

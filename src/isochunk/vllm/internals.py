@@ -1,0 +1,75 @@
+"""What the adapter needs of vLLM beyond its public interface, all in one place.
+
+No function of vLLM is replaced or copied. ``tests/engine/test_contract.py`` pins these
+expectations against the installed release.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from isochunk.config import DynamicChunkingConfig
+
+SCHEDULER_HOOK = "_reserve_prefill_lookahead"
+SCHEDULER_NAMES = (
+    SCHEDULER_HOOK,
+    "running",
+    "waiting",
+    "kv_holding_waiting",
+    "deferred_waiting",
+    "block_size",
+    "max_num_scheduled_tokens",
+    "max_model_len",
+)
+
+
+def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig) -> str | None:
+    """Why this engine has to keep fixed chunking, or None."""
+    config = scheduler.vllm_config
+    missing = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
+    if missing:
+        return f"this vLLM release's scheduler has no {', '.join(missing)}"
+    pp = config.parallel_config.pipeline_parallel_size
+    if pp == 1:
+        return "pipeline_parallel_size=1 has no pipeline to keep full; it needs > 1"
+    if not config.scheduler_config.enable_chunked_prefill:
+        return "enable_chunked_prefill=False leaves no chunks to size; it needs True"
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_role == "kv_consumer":
+        return "kv_role=kv_consumer is a decode instance, which runs no prefills to size"
+    if getattr(scheduler, "need_mamba_block_aligned_split", False):
+        return "this model's state cache dictates where chunks end (hybrid/Mamba model)"
+    budget = scheduler.max_num_scheduled_tokens
+    if settings.min_chunk_size >= budget:
+        return (
+            f"min_chunk_size={settings.min_chunk_size} is not below max_num_batched_tokens="
+            f"{budget}; it needs 1..{budget - 1}"
+        )
+    if not settings.runtime_calibration:
+        return (
+            "runtime calibration is off (need_timing=false) and the startup sweep alone, being "
+            "attention-free, does not identify the attention term; it needs true"
+        )
+    return None
+
+
+def find_executor(scheduler: Any) -> Any:
+    """The executor of the engine core that is constructing ``scheduler`` right now.
+
+    vLLM gives the scheduler no reference to it, but EngineCore sets ``self.model_executor``
+    before it builds the scheduler: walk up the call stack to that ``self``.
+
+    Raises:
+        RuntimeError: no caller has an executor: vLLM builds its scheduler differently.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        executor = getattr(frame.f_locals.get("self"), "model_executor", None)
+        if hasattr(executor, "collective_rpc"):
+            return executor
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError(
+        f"no engine core with a model_executor found above {type(scheduler).__name__}: "
+        "this vLLM release builds its scheduler differently"
+    )

@@ -1,0 +1,72 @@
+"""vLLM schedulers with dynamic chunking: thin subclasses that only clamp prefill chunks.
+
+``DynamicChunkingScheduler`` is the name to give to ``--scheduler-cls``; it becomes the sync or
+the async scheduler, whichever vLLM's resolved settings ask for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from isochunk.vllm.adapter import Adapter, attach
+
+
+class DynamicChunkingMixin:
+    """Around a vLLM scheduler: asks the adapter for chunk sizes, tells it what was scheduled."""
+
+    _adapter: Adapter | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._adapter = attach(self)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; see vLLM's Scheduler."""
+        if self._adapter is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._adapter.begin_step()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._adapter.end_step(output)
+        return output
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        # vLLM asks this for every request of a step, after the prefix-cache lookup (so the
+        # number of computed tokens is the true one) and just before it allocates blocks.
+        clamp = super()._reserve_prefill_lookahead  # type: ignore[misc]
+        allowed: int = clamp(request, num_computed_tokens, num_new_tokens)
+        if self._adapter is None or allowed <= 1:
+            return allowed
+        wanted = self._adapter.size(request, num_computed_tokens, allowed)
+        if wanted >= allowed:
+            return allowed
+        return clamp(request, num_computed_tokens, wanted) or allowed
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Results of a batch; see vLLM's Scheduler."""
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self._adapter is not None:
+            self._adapter.batch_done(scheduler_output)
+        return outputs
+
+
+class SyncDynamicChunkingScheduler(DynamicChunkingMixin, Scheduler):
+    """For synchronous scheduling."""
+
+
+class AsyncDynamicChunkingScheduler(DynamicChunkingMixin, AsyncScheduler):
+    """For asynchronous scheduling."""
+
+
+class DynamicChunkingScheduler:
+    """Picks the right subclass when vLLM constructs it."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Construct the sync or the async scheduler."""
+        is_async = vllm_config.scheduler_config.async_scheduling
+        chosen = AsyncDynamicChunkingScheduler if is_async else SyncDynamicChunkingScheduler
+        return chosen(vllm_config, *args, **kwargs)
