@@ -36,6 +36,12 @@ SWEEP_REPEATS = 2
 """Timed forwards per sweep size (the best counts), after one warm-up forward in all."""
 # Deepest useful chunk must be at least this much smaller than the initial one.
 MIN_USEFUL_SHRINK = 0.10
+# Order of the two probe sizes (0 = the large one) in successive requests: the sizes meet
+# different prefixes in each, so that requests of one length still give many shapes.
+PROBE_PATTERNS = ((0, 1), (1, 0), (0, 0, 1, 1), (1, 1, 0, 0))
+# One request decides alone only if it was long; a second one guards against a bad moment.
+MIN_REQUESTS = 2
+ENOUGH_SHAPES = 12
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
 MAX_PROBES_PER_SAMPLE = 3
 
@@ -98,6 +104,7 @@ class Calibrator:
         self._probes = plan_probes(self.budget, self.min_chunk, self.alignment)
         self._window = SolePrefillWindow()
         self._request_id = ""
+        self._pattern: tuple[int, ...] = PROBE_PATTERNS[0]
         self._next_probe = 0
         self._num_requests = 0
         self._num_probes = 0
@@ -151,11 +158,13 @@ class Calibrator:
             if prefill.num_remaining <= self.budget:  # one chunk: nothing to learn about a
                 return ChunkDecision(num_allowed, ChunkReason.FIXED)
             self._request_id = prefill.request_id
-            # Every other request starts with the other size, for more (L, x) shapes.
-            self._next_probe = self._num_requests % 2
+            self._pattern = PROBE_PATTERNS[self._num_requests % len(PROBE_PATTERNS)]
+            self._next_probe = 0
             self._num_requests += 1
-        wanted = self._probes[self._next_probe % 2]
-        chunk = fit_chunk(prefill, wanted, num_allowed, self.min_chunk, self.alignment)
+        wanted = self._probes[self._pattern[self._next_probe % len(self._pattern)]]
+        chunk = fit_chunk(
+            prefill, wanted, num_allowed, min_chunk=self.min_chunk, alignment=self.alignment
+        )
         return ChunkDecision(chunk, ChunkReason.CALIBRATION)
 
     def probe_scheduled(self) -> None:
@@ -179,6 +188,9 @@ class Calibrator:
             fit_latency_model(self.samples.get(stage, ()), self.sweeps.get(stage, ()))
             for stage in range(self.num_stages)
         ]
+        num_shapes = min(report.num_shapes for report in self.reports)
+        if self._num_requests < MIN_REQUESTS and num_shapes < ENOUGH_SHAPES:
+            return
         refused = [
             f"stage {stage}: {report}"
             for stage, report in enumerate(self.reports)

@@ -1,15 +1,15 @@
 """What an engine talks to: sizes chunks, takes timings in, switches policy, counts.
 
-An engine adapter needs five calls: ``begin_step`` and ``size`` while it schedules,
-``scheduled`` for each chunk that went out, ``add_sample`` and ``prefill_drained`` for
-timings that came back. Everything else (window, probes, fit, installation, reasons) happens
-here, without engine, clock or thread.
+An engine adapter calls ``begin_step``, ``size`` and ``end_step`` while it schedules,
+``batch_done`` when a batch has run, and ``settle`` with timings that came back. Everything
+else (window, probes, fit, installation, reasons) happens here, without engine or thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
 from isochunk.config import DynamicChunkingConfig
@@ -24,15 +24,16 @@ from isochunk.policies import (
     Prefill,
     Step,
 )
+from isochunk.timings import Piece, TimedBatch, Timing, TimingLedger, TraceFile
 
 logger = logging.getLogger(__name__)
 
 
 class ChunkController:
-    """Owns the calibrator and the policy in force.
+    """Owns the calibrator, the policy in force, and the timings under way.
 
     Args:
-        settings: smoothing factor, minimum chunk, calibration limits.
+        settings: smoothing factor, minimum chunk, calibration limits, trace file.
         max_num_batched_tokens: the step's token budget, and the initial chunk.
         alignment: of chunk ends [tokens].
         num_stages: pipeline stages.
@@ -60,57 +61,106 @@ class ChunkController:
         )
         self.policy: ChunkPolicy = self.calibrator
         self.counts: Counter[ChunkReason] = Counter()
-        self.bottleneck = 0
+        self.ledger = TimingLedger()
+        self._trace = TraceFile(settings.trace_file) if settings.trace_file else None
+        self._decisions: dict[str, tuple[Prefill, ChunkDecision]] = {}
         self._switched = False
         self._switch_if_final()
 
     @property
-    def needs_timing(self) -> bool:
-        """Whether chunk timings are still wanted."""
+    def is_calibrating(self) -> bool:
+        """Whether chunk timings are still wanted for the model."""
         return self.calibrator.phase is CalibrationPhase.PROBING
+
+    @property
+    def needs_timing(self) -> bool:
+        """Whether batches are tagged at all; false for good once it is false."""
+        return self.is_calibrating or self._trace is not None
 
     @property
     def models(self) -> list[LatencyModel]:
         """Installed models by stage; empty before."""
         return self.calibrator.models
 
-    @property
-    def is_fixed_for_good(self) -> bool:
-        """Whether every chunk from now on keeps the fixed budget."""
-        return self.calibrator.phase is CalibrationPhase.GIVEN_UP
+    def add_sweep(self, answers: Sequence[tuple[int, Sequence[tuple[int, float]]]]) -> None:
+        """The startup sweep: ``(stage, [(num_tokens, ms), …])`` of every rank.
 
-    def give_up(self, reason: str) -> None:
-        """Keep fixed chunking from now on."""
-        self.calibrator.give_up(reason)
+        A stage's time is that of its slowest TP rank.
+        """
+        slowest: dict[int, dict[int, float]] = {}
+        for stage, timings in answers:
+            times = slowest.setdefault(stage, {})
+            for size, ms in timings:
+                times[size] = max(ms, times.get(size, 0.0))
+        for stage, times in sorted(slowest.items()):
+            self.calibrator.add_sweep(stage, list(times.items()))
         self._switch_if_final()
 
-    def add_sweep(self, stage: int, timings: list[tuple[int, float]]) -> None:
-        """Startup sweep of a stage: ``(num_tokens, ms)`` without attention."""
-        self.calibrator.add_sweep(stage, timings)
-        self._switch_if_final()
+    # -- one scheduler step ----------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
         """Once per scheduler step, before any ``size``."""
+        self._decisions.clear()
         self.policy.begin_step(step)
 
-    def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
-        """Tokens for this prefill in this step, and why. Always in ``1..num_allowed``."""
-        return self.policy.size(prefill, num_allowed)
+    def size(self, prefill: Prefill, num_allowed: int, override: ChunkPolicy | None = None) -> int:
+        """Tokens for this prefill in this step, in ``1..num_allowed``.
 
-    def scheduled(self, decision: ChunkDecision) -> None:
-        """A sized chunk really went out (an engine may drop or retry one it has sized)."""
-        self.counts[decision.reason] += 1
-        if decision.reason is ChunkReason.CALIBRATION:
-            self.calibrator.probe_scheduled()
+        ``override`` sizes it instead of the policy in force.
+        """
+        decision = (override or self.policy).size(prefill, num_allowed)
+        self._decisions[prefill.request_id] = (prefill, decision)
+        return decision.num_tokens
 
-    def add_sample(self, stage: int, sample: ChunkSample) -> None:
-        """Timing of a calibration chunk on a stage."""
-        self.calibrator.add_sample(stage, sample)
+    def end_step(self, scheduled: Mapping[str, int]) -> int | None:
+        """What the step really scheduled, as request id -> tokens (decodes included).
 
-    def prefill_drained(self) -> None:
-        """All timings of the chunks so far are in: try to fit."""
-        self.calibrator.finish_prefill()
-        self._switch_if_final()
+        An engine may drop, cut or retry a chunk that it has sized: only this counts.
+
+        Returns:
+            A tag if the batch is to be timed, else None.
+        """
+        pieces = []
+        for request_id, (prefill, decision) in self._decisions.items():
+            if request_id in scheduled:
+                pieces.append(Piece(prefill, scheduled[request_id], decision.reason))
+                self.counts[decision.reason] += 1
+                if decision.reason is ChunkReason.CALIBRATION:
+                    self.calibrator.probe_scheduled()
+        if not pieces or not self.needs_timing:
+            return None
+        if self._trace is None and not _is_sample(pieces, len(scheduled)):
+            return None
+        return self.ledger.tag(tuple(pieces), len(scheduled))
+
+    # -- timings ---------------------------------------------------------------------------
+
+    def settle(self, asked: Sequence[int], answers: Sequence[tuple[int, Sequence[Timing]]]) -> None:
+        """Take in ``(stage, timings)`` of every rank, which settle the tags in ``asked``.
+
+        Once nothing is under way, tries to fit and install the model.
+        """
+        for batch in self.ledger.settle(asked, answers):
+            if _is_sample(batch.pieces, batch.num_requests):
+                self.calibrator.add_sample(
+                    batch.stage,
+                    ChunkSample(
+                        batch.pieces[0].prefill.num_cached,
+                        batch.pieces[0].num_tokens,
+                        batch.latency_ms,
+                    ),
+                )
+            if self._trace is not None:
+                self._trace.write(batch, self._predict_ms(batch))
+        if self.ledger.is_empty:
+            self.calibrator.finish_prefill()
+            self._switch_if_final()
+
+    def _predict_ms(self, batch: TimedBatch) -> float | None:
+        if not self.models or batch.num_requests != 1:
+            return None
+        piece = batch.pieces[0]
+        return self.models[batch.stage].predict_ms(piece.prefill.num_cached, piece.num_tokens)
 
     def _switch_if_final(self) -> None:
         """Install the policy that stays, once, and say so."""
@@ -122,11 +172,10 @@ class ChunkController:
             logger.warning("Dynamic chunking keeps fixed chunks: %s", self.calibrator.reason)
             return
         budget = self.calibrator.budget
-        models = self.calibrator.models
         deepest = max(self.calibrator.max_model_len - budget, 0)
-        self.bottleneck = slowest_stage(models, deepest // 2, budget)
+        bottleneck = slowest_stage(self.models, deepest // 2, budget)
         self.policy = EqualLatency(
-            models[self.bottleneck],
+            self.models[bottleneck],
             budget,
             smooth_factor=self.settings.smooth_factor,
             min_chunk=self.settings.min_chunk_size,
@@ -134,9 +183,14 @@ class ChunkController:
         )
         for stage, report in enumerate(self.calibrator.reports):
             logger.info(
-                "Dynamic chunking latency model installed%s: stage %d of %d: %s",
-                " (slowest stage, sizes the chunks)" if stage == self.bottleneck else "",
+                "Dynamic chunking latency model installed: stage %d of %d%s: %s",
                 stage,
-                len(models),
+                len(self.models),
+                " (the slowest, it sizes the chunks)" if stage == bottleneck else "",
                 report,
             )
+
+
+def _is_sample(pieces: Sequence[Piece], num_requests: int) -> bool:
+    """Only a batch with nothing else in it tells the time of its calibration chunk."""
+    return num_requests == 1 and pieces[0].reason is ChunkReason.CALIBRATION

@@ -17,20 +17,24 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, lsq_linear
+from scipy.stats import t as student_t
 
 from isochunk.latency import InvalidLatencyModelError, LatencyModel
 
 FloatArray = npt.NDArray[np.float64]
 
-NUM_COEFFICIENTS = 4
 MAX_OUTLIER_FRACTION = 0.25
 # A sample is an outlier beyond this many robust standard deviations (MAD), and never
 # for less than this relative error: a nearly perfect fit has no outliers.
 OUTLIER_SIGMAS = 4.5
 OUTLIER_FLOOR = 0.08
-# The sweep runs without attention and without real inputs: it pins the per-token cost,
-# but a real forward may differ by more than its noise. Weigh it accordingly.
-SWEEP_WEIGHT = 0.25
+# The sweep runs without attention, so its cost per token is only near the real one: a prior
+# on b of this relative width, at this assumed relative noise of a timed chunk.
+SWEEP_SPREAD = 0.5
+ASSUMED_NOISE = 0.03
+ONE_SIGMA = 0.8413447  # P(Z <= 1)
+# Few samples can agree by luck; no timing is steadier than this (relative).
+NOISE_FLOOR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +114,9 @@ def fit_latency_model(
 
     Args:
         samples: timed chunks of real prefills on one stage.
-        sweep: ``(num_tokens, latency_ms)`` of attention-free forwards. They share ``b`` with
-            the samples and have a fixed cost of their own, so the difference (the serving
-            overhead) is fitted, not assumed.
+        sweep: ``(num_tokens, latency_ms)`` of attention-free forwards. Their slope is a loose
+            prior for ``b``; their fixed cost isn't used, so that the serving overhead is in
+            ``c``.
         checks: acceptance thresholds.
 
     Returns:
@@ -135,8 +139,8 @@ def fit_latency_model(
             refusal=Refusal.NOT_IDENTIFIABLE,
             detail="no chunk with a cached prefix was timed",
         )
-    sweep = [(x, ms) for x, ms in sweep if math.isfinite(ms) and ms > 0]
-    kept = _Problem.build([(s, 1) for s in usable], sweep).inliers(usable)
+    token_ms = sweep_slope(sweep)
+    kept = _Problem.build([(s, 1) for s in usable], token_ms).inliers(usable)
     outliers = tuple(s for s in samples if s not in kept)
     report = replace(report, outliers=outliers)
     if len(outliers) > MAX_OUTLIER_FRACTION * len(samples):
@@ -149,8 +153,34 @@ def fit_latency_model(
         (ChunkSample(num_cached, num_new, median(times)), len(times))
         for (num_cached, num_new), times in _by_shape(kept).items()
     ]
-    solution = _Problem.build(shapes, sweep).solve()
+    solution = _Problem.build(shapes, token_ms).solve()
     return _judge(solution, [shape for shape, _ in shapes], checks, report)
+
+
+def sweep_slope(sweep: Iterable[tuple[int, float]]) -> float | None:
+    """Cost per token [ms] of attention-free forwards ``(num_tokens, ms)``; None if unusable.
+
+    A straight line through relative errors, robust to single outliers.
+    """
+    points = np.array([p for p in sweep if math.isfinite(p[1]) and p[1] > 0], dtype=np.float64)
+    if len(points) < 2 or np.ptp(points[:, 0]) == 0:
+        return None
+    tokens, times = points[:, 0] / points[:, 0].max(), points[:, 1]
+
+    def relative_errors(line: FloatArray) -> FloatArray:
+        errors: FloatArray = (line[0] + line[1] * tokens) / times - 1.0
+        return errors
+
+    line = least_squares(
+        relative_errors,
+        np.full(2, float(np.median(times)) / 2),
+        bounds=(0, np.inf),
+        loss="soft_l1",
+        f_scale=0.05,
+        x_scale=float(np.median(times)),
+    ).x
+    slope = float(line[1] / points[:, 0].max())
+    return slope if slope > 0 else None
 
 
 def _by_shape(samples: Sequence[ChunkSample]) -> dict[tuple[int, int], list[float]]:
@@ -177,36 +207,29 @@ class _Solution:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Rows of samples first, then rows of the sweep. Columns: c, γ, b, a[, c of the sweep]."""
+    """One row per sample, and possibly a last one for the prior. Columns: c, γ, b, a."""
 
-    design: FloatArray  # (rows, columns), columns scaled to a maximum of 1
-    scale: FloatArray  # (columns,)
+    design: FloatArray  # (rows, 4), columns scaled to a maximum of 1
+    scale: FloatArray  # (4,)
     times_ms: FloatArray  # (rows,)
     weights: FloatArray  # (rows,) relative to a single timed sample
     num_samples: int
 
     @classmethod
-    def build(
-        cls,
-        samples: Sequence[tuple[ChunkSample, int]],
-        sweep: Sequence[tuple[int, float]],
-    ) -> _Problem:
-        """From ``(sample, how many it stands for)`` and the sweep's ``(num_tokens, ms)``."""
-        n = len(samples)
-        cached = np.array([s.num_cached for s, _ in samples] + [0] * len(sweep), dtype=np.float64)
-        new = np.array([s.num_new for s, _ in samples] + [x for x, _ in sweep], dtype=np.float64)
+    def build(cls, samples: Sequence[tuple[ChunkSample, int]], token_ms: float | None) -> _Problem:
+        """From ``(sample, how many it stands for)`` and a prior for ``b``."""
+        cached = np.array([s.num_cached for s, _ in samples], dtype=np.float64)
+        new = np.array([s.num_new for s, _ in samples], dtype=np.float64)
         design = features(cached, new)
-        if sweep:
-            own_fixed = np.zeros((len(design), 1))
-            own_fixed[n:] = 1.0
-            design[n:, 0] = 0.0
-            design[n:, 3] = 0.0  # attention-free
-            design = np.hstack([design, own_fixed])
+        times = [s.latency_ms for s, _ in samples]
+        weights = [math.sqrt(k) for _, k in samples]
+        if token_ms is not None:  # as if b alone had been timed over so many tokens
+            design = np.vstack([design, [0.0, 0.0, new.max(), 0.0]])
+            times.append(token_ms * float(new.max()))
+            weights.append(ASSUMED_NOISE / SWEEP_SPREAD)
         scale = design.max(axis=0)
         scale[scale == 0] = 1.0
-        weights = np.array([math.sqrt(k) for _, k in samples] + [SWEEP_WEIGHT] * len(sweep))
-        times = np.array([s.latency_ms for s, _ in samples] + [ms for _, ms in sweep])
-        return cls(design / scale, scale, times, weights, n)
+        return cls(design / scale, scale, np.array(times), np.array(weights), len(samples))
 
     def inliers(self, samples: Sequence[ChunkSample]) -> list[ChunkSample]:
         """Those of ``samples`` (this problem's) that a robust fit explains."""
@@ -236,28 +259,28 @@ class _Problem:
         """Weighted non-negative least squares, with its covariance."""
         design, times, weights = self.design, self.times_ms, self.weights
         predicted = times
-        coefficients = np.zeros(design.shape[1])
+        coefficients = np.zeros(4)
         for _ in range(3):  # weights follow the prediction, not the noisy measurement
             row_weights = weights / np.maximum(predicted, 1e-9)
             weighted = design * row_weights[:, None]
             coefficients = lsq_linear(weighted, times * row_weights, bounds=(0, np.inf)).x
             predicted = design @ coefficients
         free = coefficients > 1e-6 * predicted.max()
-        # The noise is that of the timed chunks; the down-weighted sweep says nothing about it.
+        # The noise is that of the timed chunks; the prior says nothing about it.
         residuals = ((times - predicted) * row_weights)[: self.num_samples]
-        degrees = max(self.num_samples - int(free[:NUM_COEFFICIENTS].sum()), 1)
-        variance = float(residuals @ residuals) / degrees
+        degrees = max(self.num_samples - int(free.sum()), 1)
+        # Few degrees of freedom: widen by Student's t, as a one-sigma interval of it would be.
+        variance = max(float(residuals @ residuals) / degrees, NOISE_FLOOR**2)
+        variance *= float(student_t.ppf(ONE_SIGMA, degrees)) ** 2
         active = weighted[:, free]
         norms = np.maximum(np.linalg.norm(active, axis=0), 1e-300)
         condition = float(np.linalg.cond(active / norms)) if free.any() else math.inf
-        covariance = np.zeros((design.shape[1], design.shape[1]))
+        covariance = np.zeros((4, 4))
         if free.any():
             covariance[np.ix_(free, free)] = variance * np.linalg.pinv(active.T @ active)
-        k = NUM_COEFFICIENTS
-        scale = self.scale[:k]
         return _Solution(
-            np.where(free, coefficients, 0.0)[:k] / scale,
-            covariance[:k, :k] / np.outer(scale, scale),
+            np.where(free, coefficients, 0.0) / self.scale,
+            covariance / np.outer(self.scale, self.scale),
             condition,
         )
 

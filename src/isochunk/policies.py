@@ -18,6 +18,8 @@ from isochunk.latency import LatencyModel
 SOLE_PREFILL_WINDOW = 16
 """Scheduler steps that must all have had at most one prefill source (ATOM's guide)."""
 MIN_ALIGNMENT = 64
+MAX_MERGED_TIME = 1.2
+"""A chunk may take this much longer to absorb the prompt's short rest, else they are split."""
 
 
 class ChunkReason(StrEnum):
@@ -168,27 +170,44 @@ class EqualLatency:
             min(solved, self.initial_chunk) - self.initial_chunk
         )
         wanted = max(int(smoothed), self.min_chunk)
+        merged_ms = MAX_MERGED_TIME * self.model.predict_ms(prefill.num_cached, wanted)
+        merge_limit = self.model.solve_num_new(merged_ms, prefill.num_cached)
         return ChunkDecision(
-            fit_chunk(prefill, wanted, num_allowed, self.min_chunk, self.alignment),
+            fit_chunk(
+                prefill,
+                wanted,
+                num_allowed,
+                min_chunk=self.min_chunk,
+                alignment=self.alignment,
+                merge_limit=int(min(merge_limit, num_allowed)),
+            ),
             ChunkReason.MODEL,
         )
 
 
 def fit_chunk(
-    prefill: Prefill, num_wanted: int, num_allowed: int, min_chunk: int, alignment: int
+    prefill: Prefill,
+    num_wanted: int,
+    num_allowed: int,
+    *,
+    min_chunk: int,
+    alignment: int,
+    merge_limit: int | None = None,
 ) -> int:
-    """``num_wanted`` tokens, made a chunk that the engine likes.
+    """``num_wanted`` tokens, made a chunk that the engine likes. All in tokens.
 
-    Ends on a multiple of ``alignment`` unless it is the prompt's last; leaves no rest below
-    ``min_chunk``: such a rest is merged into this chunk where ``num_allowed`` permits, else
-    the two are split evenly. Always in ``1..num_allowed``.
+    Ends on a multiple of ``alignment`` unless it is the prompt's last, and leaves no rest
+    below ``min_chunk``: such a rest is merged into this chunk up to ``merge_limit`` (by
+    default whatever is allowed); beyond that the two are split evenly, if that keeps both
+    above the minimum or if merging would break the cap. Always in ``1..num_allowed``.
     """
     remaining = prefill.num_remaining
     num_wanted = min(num_wanted, num_allowed)
     if remaining <= num_wanted:
         return remaining
     if remaining - num_wanted < min_chunk:
-        if remaining <= num_allowed:
+        limit = num_allowed if merge_limit is None else min(merge_limit, num_allowed)
+        if remaining <= limit or (remaining < 2 * min_chunk and remaining <= num_allowed):
             return remaining
         num_wanted = min(math.ceil(remaining / 2), num_allowed)
     end = prefill.num_cached + num_wanted

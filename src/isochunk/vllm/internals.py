@@ -28,30 +28,37 @@ def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig) -> str | No
     """Why this engine has to keep fixed chunking, or None."""
     config = scheduler.vllm_config
     missing = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
-    if missing:
-        return f"this vLLM release's scheduler has no {', '.join(missing)}"
-    pp = config.parallel_config.pipeline_parallel_size
-    if pp == 1:
-        return "pipeline_parallel_size=1 has no pipeline to keep full; it needs > 1"
-    if not config.scheduler_config.enable_chunked_prefill:
-        return "enable_chunked_prefill=False leaves no chunks to size; it needs True"
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_role == "kv_consumer":
-        return "kv_role=kv_consumer is a decode instance, which runs no prefills to size"
-    if getattr(scheduler, "need_mamba_block_aligned_split", False):
-        return "this model's state cache dictates where chunks end (hybrid/Mamba model)"
-    budget = scheduler.max_num_scheduled_tokens
-    if settings.min_chunk_size >= budget:
-        return (
+    budget = getattr(scheduler, "max_num_scheduled_tokens", 0)
+    checks = (
+        (missing, f"this vLLM release's scheduler has no {', '.join(missing)}"),
+        (
+            config.parallel_config.pipeline_parallel_size == 1,
+            "pipeline_parallel_size=1 has no pipeline to keep full; it needs > 1",
+        ),
+        (
+            not config.scheduler_config.enable_chunked_prefill,
+            "enable_chunked_prefill=False leaves no chunks to size; it needs True",
+        ),
+        (
+            getattr(config.kv_transfer_config, "kv_role", None) == "kv_consumer",
+            "kv_role=kv_consumer is a decode instance, which runs no prefills to size",
+        ),
+        (
+            getattr(scheduler, "need_mamba_block_aligned_split", False),
+            "this model's state cache dictates where chunks end (hybrid/Mamba model)",
+        ),
+        (
+            settings.min_chunk_size >= budget,
             f"min_chunk_size={settings.min_chunk_size} is not below max_num_batched_tokens="
-            f"{budget}; it needs 1..{budget - 1}"
-        )
-    if not settings.runtime_calibration:
-        return (
-            "runtime calibration is off (need_timing=false) and the startup sweep alone, being "
-            "attention-free, does not identify the attention term; it needs true"
-        )
-    return None
+            f"{budget}; it needs 1..{budget - 1}",
+        ),
+        (
+            not settings.runtime_calibration,
+            "runtime calibration is off (need_timing=false), and the startup sweep, being "
+            "attention-free, does not identify the attention term; it needs true",
+        ),
+    )
+    return next((why for failed, why in checks if failed), None)
 
 
 def find_executor(scheduler: Any) -> Any:

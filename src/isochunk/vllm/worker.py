@@ -12,30 +12,24 @@ import inspect
 import os
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
+from isochunk.calibration import SWEEP_REPEATS
+from isochunk.timings import Timing
+
 logger = init_logger("vllm.isochunk.worker")
 
 TAG = "isochunk_tag"
 """Attribute of a SchedulerOutput: the number of a batch to time. Absent: no timing."""
 SWEEP_TAG = -1
-SWEEP_REPEATS = 2
 _ATTRIBUTE = "_isochunk_timer"
 # Timings wait here until drained; a bound in case nobody drains.
 _MAX_PENDING = 4096
-
-
-class Timing(NamedTuple):
-    """A timed forward: batch tag, start [s, monotonic clock of the host], duration [ms]."""
-
-    tag: int
-    start_s: float
-    latency_ms: float
 
 
 class StageTimer:

@@ -1,0 +1,129 @@
+"""Timed batches: what was in them, and how an engine's timings find their way back.
+
+An engine tags a batch on its way down to the workers; each stage answers with the tag and the
+duration of its forward; :class:`TimingLedger` joins the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from isochunk.policies import ChunkReason, Prefill
+
+
+class Piece(NamedTuple):
+    """A prefill chunk in a batch: what was asked, the tokens scheduled, and why."""
+
+    prefill: Prefill
+    num_tokens: int
+    reason: ChunkReason
+
+
+class Timing(NamedTuple):
+    """A timed forward: batch tag, start [s, monotonic clock of the host], duration [ms]."""
+
+    tag: int
+    start_s: float
+    latency_ms: float
+
+
+class TimedBatch(NamedTuple):
+    """Timing of a batch on one stage (the slowest of its TP ranks), with its prefill chunks."""
+
+    stage: int
+    start_s: float
+    latency_ms: float
+    pieces: tuple[Piece, ...]
+    num_requests: int
+
+
+class TimingLedger:
+    """Tags that are out, completed or answered."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, tuple[tuple[Piece, ...], int]] = {}
+        self._completed: list[int] = []
+        self._next_tag = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tagged batch waits for its timings."""
+        return not self._batches
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether a tagged batch has run on every stage, so that asking is worthwhile."""
+        return bool(self._completed)
+
+    def tag(self, pieces: tuple[Piece, ...], num_requests: int) -> int:
+        """A new tag for a batch with these prefill chunks."""
+        tag, self._next_tag = self._next_tag, self._next_tag + 1
+        self._batches[tag] = (pieces, num_requests)
+        return tag
+
+    def complete(self, tag: int | None) -> None:
+        """The batch has run on every stage. Unknown tags are ignored."""
+        if tag in self._batches:
+            self._completed.append(tag)
+
+    def ask(self) -> list[int]:
+        """Tags that the next answer settles."""
+        asked, self._completed = self._completed, []
+        return asked
+
+    def settle(
+        self, asked: Iterable[int], answers: Iterable[tuple[int, Sequence[Timing]]]
+    ) -> list[TimedBatch]:
+        """Join ``(stage, timings)`` of every rank with the batches they belong to.
+
+        A tag in ``asked`` without a timing (e.g. a replayed graph) has none and is dropped.
+        """
+        slowest: dict[tuple[int, int], Timing] = {}  # (tag, stage) -> slowest TP rank
+        for stage, timings in answers:
+            for timing in timings:
+                key = (timing.tag, stage)
+                if key not in slowest or timing.latency_ms > slowest[key].latency_ms:
+                    slowest[key] = timing
+        timed = [
+            TimedBatch(stage, timing.start_s, timing.latency_ms, *self._batches[tag])
+            for (tag, stage), timing in slowest.items()
+            if tag in self._batches
+        ]
+        for tag in asked:
+            self._batches.pop(tag, None)
+        return timed
+
+
+class TraceFile:
+    """One JSON line per batch and stage: what ran when, how long, and what was predicted."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("a", buffering=1)  # noqa: SIM115  (open for good)
+
+    def write(self, batch: TimedBatch, predicted_ms: float | None) -> None:
+        """Append a line."""
+        line = {
+            "stage": batch.stage,
+            "start_s": batch.start_s,
+            "latency_ms": batch.latency_ms,
+            "predicted_ms": predicted_ms,
+            "num_requests": batch.num_requests,
+            "pieces": [
+                {
+                    "request_id": piece.prefill.request_id,
+                    "num_cached": piece.prefill.num_cached,
+                    "num_new": piece.num_tokens,
+                    "reason": piece.reason,
+                }
+                for piece in batch.pieces
+            ],
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+
+def read_trace(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a trace file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
