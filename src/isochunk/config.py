@@ -60,12 +60,19 @@ class DynamicChunkingConfig(BaseModel):
 
 
 def resolve_config(
-    additional_config: Mapping[str, Any] | None, env: Mapping[str, str]
+    additional_config: Mapping[str, Any] | None,
+    env: Mapping[str, str],
+    own_names: Mapping[str, str] | None = None,
 ) -> DynamicChunkingConfig:
     """Settings from vLLM's ``additional_config`` and the environment.
 
     With the feature off nothing else is validated: a stale variable or key must not keep a
     server from starting.
+
+    Args:
+        additional_config: vLLM's setting of that name.
+        env: environment variables.
+        own_names: what to call own settings in messages, e.g. the flag that gave a value.
 
     Raises:
         ConfigError: the feature is on and a setting is unknown, of the wrong type or out of
@@ -80,6 +87,7 @@ def resolve_config(
         names["smooth_factor"] = f"environment variable {SMOOTH_FACTOR_ENV}"
     if source == "ascend":
         values = ASCEND_DEFAULTS | values
+    names |= own_names or {}
     try:
         return DynamicChunkingConfig(**values)
     except ValidationError as error:

@@ -78,6 +78,11 @@ class ChunkController:
         return self.is_calibrating or self._trace is not None
 
     @property
+    def is_fixed_for_good(self) -> bool:
+        """Whether the calibration was given up."""
+        return self.calibrator.phase is CalibrationPhase.GIVEN_UP
+
+    @property
     def models(self) -> list[LatencyModel]:
         """Installed models by stage; empty before."""
         return self.calibrator.models

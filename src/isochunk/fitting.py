@@ -23,7 +23,7 @@ from isochunk.latency import InvalidLatencyModelError, LatencyModel
 
 FloatArray = npt.NDArray[np.float64]
 
-MAX_OUTLIER_FRACTION = 0.25
+MAX_OUTLIER_FRACTION = 1 / 3
 # A sample is an outlier beyond this many robust standard deviations (MAD), and never
 # for less than this relative error: a nearly perfect fit has no outliers.
 OUTLIER_SIGMAS = 4.5

@@ -10,13 +10,14 @@ from typing import Any
 
 from vllm import envs
 
+from isochunk import metrics
 from isochunk.calibration import plan_sweep
 from isochunk.config import DynamicChunkingConfig, resolve_config
 from isochunk.controller import ChunkController
 from isochunk.policies import FixedChunk, Prefill, Step, chunk_alignment
 from isochunk.reporting import ChunkReporter
-from isochunk.vllm import metrics, worker
-from isochunk.vllm.internals import find_executor, why_unsupported
+from isochunk.vllm import worker
+from isochunk.vllm.internals import find_executor, warm_up_cpu_pipeline, why_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -27,28 +28,25 @@ OVERRIDE_ARG = "isochunk_fixed_chunk"
 def attach(scheduler: Any) -> Adapter | None:
     """Set up dynamic chunking for a freshly built vLLM scheduler.
 
-    Returns:
-        None, after one warning that says why, where fixed chunking has to stay.
-
-    Raises:
-        ConfigError: the feature is on and a setting is invalid.
-        RuntimeError: a forward of the startup sweep raised on a worker.
+    Returns None, after one warning that says why, where fixed chunking has to stay. Raises
+    ConfigError for an invalid setting, RuntimeError if a sweep forward raised on a worker.
     """
     settings = resolve_config(scheduler.vllm_config.additional_config, os.environ)
-    if not settings.enabled:
-        return None
     # We log through the standard library; show it where and how vLLM's lines appear.
     package_logger, vllm_logger = logging.getLogger("isochunk"), logging.getLogger("vllm")
     package_logger.handlers, package_logger.propagate = vllm_logger.handlers, False
     package_logger.setLevel(vllm_logger.getEffectiveLevel())
-    reason = why_unsupported(scheduler, settings)
-    if reason is None:
+    reason = why_unsupported(scheduler, settings) if settings.enabled else None
+    if settings.enabled and reason is None:
         executor = find_executor(scheduler)
         reason = next(filter(None, executor.collective_rpc(worker.install)), None)
         if reason is None:
-            return Adapter(scheduler, settings, executor)
+            adapter = Adapter(scheduler, settings, executor)
+            return None if adapter.is_done else adapter
         executor.collective_rpc(worker.uninstall)
-    logger.warning("Dynamic chunking is off, chunks stay fixed: %s", reason)
+    if reason is not None:
+        logger.warning("Dynamic chunking is off, chunks stay fixed: %s", reason)
+    warm_up_cpu_pipeline(scheduler)
     return None
 
 
@@ -78,6 +76,11 @@ class Adapter:
             sizes = plan_sweep(budget, alignment)
             self.controller.add_sweep(executor.collective_rpc(worker.sweep, args=(sizes,)))
         self._stop_timing_if_done()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether chunks stay fixed and nothing is timed any more."""
+        return self.controller.is_fixed_for_good and not self.controller.needs_timing
 
     def begin_step(self) -> None:
         """Before vLLM schedules: take timings in, tell the policy what is there."""

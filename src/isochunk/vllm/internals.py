@@ -9,19 +9,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from isochunk.config import DynamicChunkingConfig
+from vllm.platforms import current_platform
 
-SCHEDULER_HOOK = "_reserve_prefill_lookahead"
-SCHEDULER_NAMES = (
-    SCHEDULER_HOOK,
-    "running",
-    "waiting",
-    "kv_holding_waiting",
-    "deferred_waiting",
-    "block_size",
-    "max_num_scheduled_tokens",
-    "max_model_len",
-)
+from isochunk.config import DynamicChunkingConfig
+from isochunk.vllm import worker
+
+SCHEDULER_NAMES = ("_reserve_prefill_lookahead", "running", "waiting", "kv_holding_waiting")
+SCHEDULER_NAMES += ("deferred_waiting", "block_size", "max_num_scheduled_tokens", "max_model_len")
 
 
 def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig) -> str | None:
@@ -65,10 +59,8 @@ def find_executor(scheduler: Any) -> Any:
     """The executor of the engine core that is constructing ``scheduler`` right now.
 
     vLLM gives the scheduler no reference to it, but EngineCore sets ``self.model_executor``
-    before it builds the scheduler: walk up the call stack to that ``self``.
-
-    Raises:
-        RuntimeError: no caller has an executor: vLLM builds its scheduler differently.
+    before it builds the scheduler: walk up the call stack to that ``self``. Raises
+    RuntimeError if there is none.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -80,3 +72,14 @@ def find_executor(scheduler: Any) -> Any:
         f"no engine core with a model_executor found above {type(scheduler).__name__}: "
         "this vLLM release builds its scheduler differently"
     )
+
+
+def warm_up_cpu_pipeline(scheduler: Any) -> None:
+    """One dummy forward per rank of a CPU pipeline that has no startup sweep.
+
+    In eager mode vLLM 0.32's CPU worker runs none, so PP ranks > 0 have no receive buffers and
+    die on ``assert self.intermediate_tensors is not None`` at the first request.
+    """
+    config = scheduler.vllm_config
+    if current_platform.is_cpu() and config.parallel_config.pipeline_parallel_size > 1:
+        find_executor(scheduler).collective_rpc(worker.warm_up)

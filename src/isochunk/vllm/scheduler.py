@@ -1,7 +1,6 @@
 """vLLM schedulers with dynamic chunking: thin subclasses that only clamp prefill chunks.
 
-``DynamicChunkingScheduler`` is the name to give to ``--scheduler-cls``; it becomes the sync or
-the async scheduler, whichever vLLM's resolved settings ask for.
+``DynamicChunkingScheduler`` is the one to name in ``--scheduler-cls``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from isochunk.vllm.adapter import Adapter, attach
 
 
 class DynamicChunkingMixin:
-    """Around a vLLM scheduler: asks the adapter for chunk sizes, tells it what was scheduled."""
+    """Asks the adapter for chunk sizes and tells it what was scheduled."""
 
     _adapter: Adapter | None = None
 
@@ -24,7 +23,7 @@ class DynamicChunkingMixin:
         self._adapter = attach(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; see vLLM's Scheduler."""
+        """See vLLM's Scheduler."""
         if self._adapter is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._adapter.begin_step()
@@ -35,8 +34,8 @@ class DynamicChunkingMixin:
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        # vLLM asks this for every request of a step, after the prefix-cache lookup (so the
-        # number of computed tokens is the true one) and just before it allocates blocks.
+        # vLLM calls this for every request of a step, after the prefix-cache lookup (so that
+        # num_computed_tokens is the true one) and just before it allocates KV blocks.
         clamp = super()._reserve_prefill_lookahead  # type: ignore[misc]
         allowed: int = clamp(request, num_computed_tokens, num_new_tokens)
         if self._adapter is None or allowed <= 1:
@@ -47,26 +46,27 @@ class DynamicChunkingMixin:
         return clamp(request, num_computed_tokens, wanted) or allowed
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Results of a batch; see vLLM's Scheduler."""
+        """See vLLM's Scheduler."""
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._adapter is not None:
             self._adapter.batch_done(scheduler_output)
+            if self._adapter.is_done:
+                self._adapter = None
         return outputs
 
 
 class SyncDynamicChunkingScheduler(DynamicChunkingMixin, Scheduler):
-    """For synchronous scheduling."""
+    """Synchronous scheduling."""
 
 
 class AsyncDynamicChunkingScheduler(DynamicChunkingMixin, AsyncScheduler):
-    """For asynchronous scheduling."""
+    """Asynchronous scheduling."""
 
 
 class DynamicChunkingScheduler:
-    """Picks the right subclass when vLLM constructs it."""
+    """What vLLM constructs: the sync or the async scheduler."""
 
-    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Construct the sync or the async scheduler."""
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         is_async = vllm_config.scheduler_config.async_scheduling
         chosen = AsyncDynamicChunkingScheduler if is_async else SyncDynamicChunkingScheduler
         return chosen(vllm_config, *args, **kwargs)

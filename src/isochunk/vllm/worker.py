@@ -1,17 +1,14 @@
 """Runs on the workers: times the model call of tagged batches, and the startup sweep.
 
-The functions here are sent with ``collective_rpc`` and get vLLM's worker as first argument.
-Nothing is installed on a class: hooks sit on the model and a wrapper on the runner *instance*
-(Ray's compiled graph calls the runner directly, so the worker would be too far out), and
-``uninstall`` removes all of it.
+Sent with ``collective_rpc``; each function gets vLLM's worker as first argument. Hooks sit on
+the model, and a wrapper on the runner *instance* (Ray's compiled graph calls the runner
+directly, so the worker would be too far out). ``uninstall`` removes all of it.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import time
-from collections import deque
 from typing import Any
 
 import torch
@@ -20,79 +17,36 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from isochunk.calibration import SWEEP_REPEATS
+from isochunk.stage_timer import HostClock, StageTimer
 from isochunk.timings import Timing
 
 logger = init_logger("vllm.isochunk.worker")
 
 TAG = "isochunk_tag"
 """Attribute of a SchedulerOutput: the number of a batch to time. Absent: no timing."""
-SWEEP_TAG = -1
-_ATTRIBUTE = "_isochunk_timer"
-# Timings wait here until drained; a bound in case nobody drains.
-_MAX_PENDING = 4096
+_TIMER = "_isochunk_timer"
 
 
-class StageTimer:
-    """Times the model call (no input staging, no PP transfer) of tagged batches.
+class DeviceClock:
+    """Events on the accelerator's stream, read only once they have been passed."""
 
-    On accelerators with events on the stream, read only once they have completed; on CPU,
-    where the call itself blocks, with the monotonic clock.
-    """
-
-    def __init__(self, runner: Any, model: nn.Module) -> None:
-        self.tag: int | None = None
-        self._runner = runner
-        self._uses_events = torch.device(runner.device).type != "cpu"
-        self._start: tuple[float, Any] | None = None
-        self._pending: deque[tuple[int, float, Any, Any]] = deque(maxlen=_MAX_PENDING)
-        self._handles = [
-            model.register_forward_pre_hook(self._before),
-            model.register_forward_hook(self._after),
-        ]
-        execute_model = runner.execute_model
-
-        def tagged_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.tag = getattr(scheduler_output, TAG, None)
-            try:
-                return execute_model(scheduler_output, *args, **kwargs)
-            finally:
-                self.tag = None
-
-        runner.execute_model = tagged_execute_model
-
-    def remove(self) -> None:
-        """Take the hooks and the wrapper off again."""
-        for handle in self._handles:
-            handle.remove()
-        del self._runner.execute_model  # the class's method shows through again
-
-    def _mark(self) -> Any:
-        if not self._uses_events:
-            return time.monotonic()
-        event = torch.Event(device=self._runner.device, enable_timing=True)
+    def mark(self) -> torch.Event:
+        """Record an event on the current stream."""
+        event = torch.Event(enable_timing=True)
         event.record()
         return event
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if self.tag is not None:
-            self._start = (time.monotonic(), self._mark())
+    def is_done(self, mark: torch.Event) -> bool:
+        """Whether the device has passed the event."""
+        return mark.query()
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.tag is not None and self._start is not None:
-            self._pending.append((self.tag, *self._start, self._mark()))
-            self._start = None
+    def elapsed_ms(self, start: torch.Event, end: torch.Event) -> float:
+        """Milliseconds between two passed events."""
+        return start.elapsed_time(end)
 
-    def drain(self) -> list[Timing]:
-        """Completed timings since the last drain, oldest first. Never waits for a device."""
-        done = []
-        while self._pending:
-            tag, start_s, start, end = self._pending[0]
-            if self._uses_events and not end.query():
-                break
-            self._pending.popleft()
-            ms = start.elapsed_time(end) if self._uses_events else (end - start) * 1e3
-            done.append(Timing(tag, start_s, ms))
-        return done
+    def wait(self) -> None:
+        """Until the device is idle."""
+        torch.accelerator.synchronize()
 
 
 def install(worker: Any) -> str | None:
@@ -104,15 +58,28 @@ def install(worker: Any) -> str | None:
         return f"the model class {type(model).__name__} bypasses forward hooks"
     if not hasattr(runner, "_dummy_run"):
         return f"the model runner {type(runner).__name__} has no _dummy_run for the startup sweep"
-    setattr(runner, _ATTRIBUTE, StageTimer(runner, model))
+    on_cpu = torch.device(runner.device).type == "cpu"
+    timer = StageTimer(model, HostClock() if on_cpu else DeviceClock())
+    execute_model = runner.execute_model
+
+    def tagged_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        timer.tag = getattr(scheduler_output, TAG, None)
+        try:
+            return execute_model(scheduler_output, *args, **kwargs)
+        finally:
+            timer.tag = None
+
+    runner.execute_model = tagged_execute_model
+    setattr(runner, _TIMER, timer)
     return None
 
 
 def uninstall(worker: Any) -> None:
     """Stop timing on this worker: nothing of it is left."""
-    timer = worker.model_runner.__dict__.pop(_ATTRIBUTE, None)
+    timer = worker.model_runner.__dict__.pop(_TIMER, None)
     if timer is not None:
         timer.remove()
+        del worker.model_runner.execute_model  # the class's method shows through again
 
 
 def sweep(worker: Any, sizes: tuple[int, ...]) -> tuple[int, list[tuple[int, float]]]:
@@ -132,30 +99,33 @@ def sweep(worker: Any, sizes: tuple[int, ...]) -> tuple[int, list[tuple[int, flo
 
 
 def _sweep(runner: Any, sizes: tuple[int, ...]) -> list[tuple[int, float]]:
-    timer: StageTimer = getattr(runner, _ATTRIBUTE)
-    known = inspect.signature(runner._dummy_run).parameters
-    wanted = {"is_profile": True, "randomize_inputs": True, "skip_attn": True}
-    kwargs = {name: value for name, value in wanted.items() if name in known}
-    runner._dummy_run(sizes[-1], **kwargs)
-    timer.tag = SWEEP_TAG
-    try:
-        for size in sizes:
-            for _ in range(SWEEP_REPEATS):
-                runner._dummy_run(size, **kwargs)
-    finally:
+    timer: StageTimer = getattr(runner, _TIMER)
+    _dummy_forward(runner, sizes[-1])
+    timings = []
+    for size in sizes:
+        timer.tag = size
+        for _ in range(SWEEP_REPEATS):
+            _dummy_forward(runner, size)
         timer.tag = None
-    if timer._uses_events:
-        torch.accelerator.synchronize()
-    times = [timing.latency_ms for timing in timer.drain()]
-    if len(times) != SWEEP_REPEATS * len(sizes):
-        return []  # hooks didn't run (e.g. a replayed full graph)
-    return [
-        (size, min(times[i * SWEEP_REPEATS : (i + 1) * SWEEP_REPEATS]))
-        for i, size in enumerate(sizes)
-    ]
+        timer.clock.wait()
+        times = [timing.latency_ms for timing in timer.drain()]
+        if times:  # none if hooks don't run (a replayed full graph)
+            timings.append((size, min(times)))
+    return timings
+
+
+def _dummy_forward(runner: Any, num_tokens: int) -> None:
+    wanted = {"is_profile": True, "randomize_inputs": True, "skip_attn": True}
+    known = inspect.signature(runner._dummy_run).parameters  # differs between V1 and V2
+    runner._dummy_run(num_tokens, **{k: v for k, v in wanted.items() if k in known})
+
+
+def warm_up(worker: Any) -> None:
+    """One small dummy forward."""
+    _dummy_forward(worker.model_runner, 1)
 
 
 def drain(worker: Any) -> tuple[int, list[Timing]]:
-    """The stage, and the timings that completed on this worker since the last call."""
-    timer = getattr(worker.model_runner, _ATTRIBUTE, None)
+    """The stage, and the timings that finished on this worker since the last call."""
+    timer = getattr(worker.model_runner, _TIMER, None)
     return get_pp_group().rank_in_group, timer.drain() if timer is not None else []

@@ -1,7 +1,7 @@
-"""The chunk counts as Prometheus metrics, in the engine-core process.
+"""The chunk counts as Prometheus metrics of the process that schedules.
 
-They reach ``/metrics`` of the API server if PROMETHEUS_MULTIPROC_DIR was set before launch,
-as ``isochunk serve`` does.
+Where another process serves ``/metrics`` (vLLM's API server), they reach it if
+PROMETHEUS_MULTIPROC_DIR was set before launch, as ``isochunk serve`` does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""Times a stage's model call for tagged batches. Knows modules and clocks, but no engine.
+
+Anything with PyTorch's ``register_forward_pre_hook`` and ``register_forward_hook`` will do as
+a model; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, Protocol
+
+from isochunk.timings import Timing
+
+# Timings wait here until drained; a bound in case nobody drains.
+MAX_PENDING = 4096
+
+
+class Clock(Protocol):
+    """Marks points in time, possibly on a device that runs behind the host."""
+
+    def mark(self) -> Any:
+        """Mark now."""
+
+    def is_done(self, mark: Any) -> bool:
+        """Whether a mark has been passed; never waits."""
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two passed marks."""
+
+    def wait(self) -> None:
+        """Wait until all marks are passed (startup only)."""
+
+
+class HostClock:
+    """The monotonic clock, for devices on which the model call itself blocks (CPU)."""
+
+    def mark(self) -> float:
+        """Seconds."""
+        return time.monotonic()
+
+    def is_done(self, mark: float) -> bool:
+        """Always."""
+        return True
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        """Milliseconds from ``start`` to ``end``."""
+        return (end - start) * 1e3
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class StageTimer:
+    """Times the model call, and only that: no input staging, no transfer between stages.
+
+    Set ``tag`` around a forward that is to be timed. One forward is timed per tag.
+    """
+
+    def __init__(self, model: Any, clock: Clock) -> None:
+        self.tag: int | None = None
+        self.clock = clock
+        self._start: tuple[float, Any] | None = None
+        self._pending: deque[tuple[int, float, Any, Any]] = deque(maxlen=MAX_PENDING)
+        self._handles = [
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: Any, args: Any) -> None:
+        if self.tag is not None:
+            self._start = (time.monotonic(), self.clock.mark())
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        if self.tag is not None and self._start is not None:
+            self._pending.append((self.tag, *self._start, self.clock.mark()))
+            self._start = None
+
+    def drain(self) -> list[Timing]:
+        """Finished timings since the last drain, oldest first. Never waits for a device."""
+        done = []
+        while self._pending and self.clock.is_done(self._pending[0][3]):
+            tag, start_s, start, end = self._pending.popleft()
+            done.append(Timing(tag, start_s, self.clock.elapsed_ms(start, end)))
+        return done
