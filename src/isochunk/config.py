@@ -58,6 +58,13 @@ class DynamicChunkingConfig(BaseModel):
     allow_request_override: bool = Field(False, description="true or false")
     trace_file: str | None = Field(None, description="a path, or nothing")
 
+    def explain_min_chunk(self, max_num_batched_tokens: int) -> str:
+        """Why a minimum chunk that isn't below the budget [tokens] leaves nothing to size."""
+        return (
+            f"min_chunk_size={self.min_chunk_size} is not below max_num_batched_tokens="
+            f"{max_num_batched_tokens}; it needs 1..{max_num_batched_tokens - 1}"
+        )
+
 
 def resolve_config(
     additional_config: Mapping[str, Any] | None,

@@ -156,7 +156,7 @@ class ChunkController:
                     ),
                 )
             if self._trace is not None:
-                self._trace.write(batch, self._predict_ms(batch))
+                self._trace.write_batch(batch, self._predict_ms(batch))
         if self.ledger.is_empty:
             self.calibrator.finish_prefill()
             self._switch_if_final()
@@ -186,6 +186,8 @@ class ChunkController:
             min_chunk=self.settings.min_chunk_size,
             alignment=self.alignment,
         )
+        if self._trace is not None:
+            self._trace.write_models(self.models)
         for stage, report in enumerate(self.calibrator.reports):
             logger.info(
                 "Dynamic chunking latency model installed: stage %d of %d%s: %s",

@@ -169,7 +169,7 @@ class EqualLatency:
         smoothed = self.initial_chunk + self.smooth_factor * (
             min(solved, self.initial_chunk) - self.initial_chunk
         )
-        wanted = max(int(smoothed), self.min_chunk)
+        wanted = max(round(smoothed), self.min_chunk)  # not int(): 4095.9999 is 4096
         merged_ms = MAX_MERGED_TIME * self.model.predict_ms(prefill.num_cached, wanted)
         merge_limit = self.model.solve_num_new(merged_ms, prefill.num_cached)
         return ChunkDecision(
@@ -212,7 +212,7 @@ def fit_chunk(
         num_wanted = min(math.ceil(remaining / 2), num_allowed)
     end = prefill.num_cached + num_wanted
     down = end - end % alignment - prefill.num_cached
-    if down >= min(min_chunk, num_wanted):
+    if down >= (min_chunk if num_wanted >= min_chunk else 1):
         return down
     # Rounding down would go below the minimum (or to nothing): round up where that fits.
     up = down + alignment

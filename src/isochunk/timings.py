@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from isochunk.latency import LatencyModel
 from isochunk.policies import ChunkReason, Prefill
 
 
@@ -98,20 +100,21 @@ class TimingLedger:
 
 
 class TraceFile:
-    """One JSON line per batch and stage: what ran when, how long, and what was predicted."""
+    """JSON lines: a batch on a stage (what ran when, how long, predicted how long) or a model."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("a", buffering=1)  # noqa: SIM115  (open for good)
 
-    def write(self, batch: TimedBatch, predicted_ms: float | None) -> None:
-        """Append a line."""
-        line = {
-            "stage": batch.stage,
-            "start_s": batch.start_s,
-            "latency_ms": batch.latency_ms,
-            "predicted_ms": predicted_ms,
-            "num_requests": batch.num_requests,
-            "pieces": [
+    def write_batch(self, batch: TimedBatch, predicted_ms: float | None) -> None:
+        """Append what a stage did with a batch."""
+        self._write(
+            kind="batch",
+            stage=batch.stage,
+            start_s=batch.start_s,
+            latency_ms=batch.latency_ms,
+            predicted_ms=predicted_ms,
+            num_requests=batch.num_requests,
+            pieces=[
                 {
                     "request_id": piece.prefill.request_id,
                     "num_cached": piece.prefill.num_cached,
@@ -120,10 +123,18 @@ class TraceFile:
                 }
                 for piece in batch.pieces
             ],
-        }
+        )
+
+    def write_models(self, models: Sequence[LatencyModel]) -> None:
+        """Append the installed models, one line per stage."""
+        for stage, model in enumerate(models):
+            self._write(kind="model", stage=stage, **asdict(model))
+
+    def _write(self, **line: Any) -> None:
         self._file.write(json.dumps(line) + "\n")
 
 
-def read_trace(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a trace file."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+def read_trace(path: str | Path, kind: str = "batch") -> list[dict[str, Any]]:
+    """The lines of one kind in a trace file."""
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]

@@ -36,15 +36,15 @@ def attach(scheduler: Any) -> Adapter | None:
     package_logger, vllm_logger = logging.getLogger("isochunk"), logging.getLogger("vllm")
     package_logger.handlers, package_logger.propagate = vllm_logger.handlers, False
     package_logger.setLevel(vllm_logger.getEffectiveLevel())
-    reason = why_unsupported(scheduler, settings) if settings.enabled else None
-    if settings.enabled and reason is None:
-        executor = find_executor(scheduler)
-        reason = next(filter(None, executor.collective_rpc(worker.install)), None)
+    if settings.enabled:
+        executor = find_executor()
+        reason = why_unsupported(scheduler, settings, executor)
         if reason is None:
-            adapter = Adapter(scheduler, settings, executor)
-            return None if adapter.is_done else adapter
-        executor.collective_rpc(worker.uninstall)
-    if reason is not None:
+            reason = next(filter(None, executor.collective_rpc(worker.install)), None)
+            if reason is None:
+                adapter = Adapter(scheduler, settings, executor)
+                return None if adapter.is_done else adapter
+            executor.collective_rpc(worker.uninstall)
         logger.warning("Dynamic chunking is off, chunks stay fixed: %s", reason)
     warm_up_cpu_pipeline(scheduler)
     return None

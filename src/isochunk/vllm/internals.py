@@ -14,17 +14,17 @@ from vllm.platforms import current_platform
 from isochunk.config import DynamicChunkingConfig
 from isochunk.vllm import worker
 
-SCHEDULER_NAMES = ("_reserve_prefill_lookahead", "running", "waiting", "kv_holding_waiting")
-SCHEDULER_NAMES += ("deferred_waiting", "block_size", "max_num_scheduled_tokens", "max_model_len")
+SCHEDULER_NAMES = ("_reserve_prefill_lookahead", "kv_holding_waiting", "deferred_waiting")
 
 
-def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig) -> str | None:
+def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig, executor: Any) -> str | None:
     """Why this engine has to keep fixed chunking, or None."""
     config = scheduler.vllm_config
     missing = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
-    budget = getattr(scheduler, "max_num_scheduled_tokens", 0)
+    budget = scheduler.max_num_scheduled_tokens
     checks = (
         (missing, f"this vLLM release's scheduler has no {', '.join(missing)}"),
+        (executor is None, "this vLLM release builds its scheduler where no executor is found"),
         (
             config.parallel_config.pipeline_parallel_size == 1,
             "pipeline_parallel_size=1 has no pipeline to keep full; it needs > 1",
@@ -41,11 +41,7 @@ def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig) -> str | No
             getattr(scheduler, "need_mamba_block_aligned_split", False),
             "this model's state cache dictates where chunks end (hybrid/Mamba model)",
         ),
-        (
-            settings.min_chunk_size >= budget,
-            f"min_chunk_size={settings.min_chunk_size} is not below max_num_batched_tokens="
-            f"{budget}; it needs 1..{budget - 1}",
-        ),
+        (settings.min_chunk_size >= budget, settings.explain_min_chunk(budget)),
         (
             not settings.runtime_calibration,
             "runtime calibration is off (need_timing=false), and the startup sweep, being "
@@ -55,12 +51,12 @@ def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig) -> str | No
     return next((why for failed, why in checks if failed), None)
 
 
-def find_executor(scheduler: Any) -> Any:
-    """The executor of the engine core that is constructing ``scheduler`` right now.
+def find_executor() -> Any:
+    """The executor of the engine core that is constructing a scheduler right now.
 
     vLLM gives the scheduler no reference to it, but EngineCore sets ``self.model_executor``
-    before it builds the scheduler: walk up the call stack to that ``self``. Raises
-    RuntimeError if there is none.
+    before it builds the scheduler: walk up the call stack to that ``self``. None if no caller
+    has one, i.e. if this vLLM release builds its scheduler differently.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -68,10 +64,7 @@ def find_executor(scheduler: Any) -> Any:
         if hasattr(executor, "collective_rpc"):
             return executor
         frame = frame.f_back  # type: ignore[assignment]
-    raise RuntimeError(
-        f"no engine core with a model_executor found above {type(scheduler).__name__}: "
-        "this vLLM release builds its scheduler differently"
-    )
+    return None
 
 
 def warm_up_cpu_pipeline(scheduler: Any) -> None:
@@ -80,6 +73,7 @@ def warm_up_cpu_pipeline(scheduler: Any) -> None:
     In eager mode vLLM 0.32's CPU worker runs none, so PP ranks > 0 have no receive buffers and
     die on ``assert self.intermediate_tensors is not None`` at the first request.
     """
-    config = scheduler.vllm_config
-    if current_platform.is_cpu() and config.parallel_config.pipeline_parallel_size > 1:
-        find_executor(scheduler).collective_rpc(worker.warm_up)
+    pp = scheduler.vllm_config.parallel_config.pipeline_parallel_size
+    executor = find_executor() if current_platform.is_cpu() and pp > 1 else None
+    if executor is not None:
+        executor.collective_rpc(worker.warm_up)

@@ -48,10 +48,6 @@ def serve(argv: list[str]) -> None:
         budget = args.max_num_batched_tokens
         if budget is not None and settings.min_chunk_size >= budget:
             # The engine keeps fixed chunks and says so; say it before weights are loaded too.
-            logger.warning(
-                "min_chunk_size=%d is not below max_num_batched_tokens=%d",
-                settings.min_chunk_size,
-                budget,
-            )
+            logger.warning(settings.explain_min_chunk(budget))
     command.validate(args)
     command.cmd(args)

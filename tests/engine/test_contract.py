@@ -1,0 +1,89 @@
+"""What the adapter expects of the installed vLLM. A failure says which expectation changed."""
+
+import inspect
+import pickle
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as ModelRunnerV1
+
+from isochunk.vllm import internals, scheduler, worker
+
+
+def source_without_comments(function: object) -> str:
+    return "\n".join(
+        line
+        for line in inspect.getsource(function).splitlines()
+        if not line.strip().startswith("#")
+    )
+
+
+def test_scheduler_calls_the_sizing_hook_for_running_and_waiting_requests() -> None:
+    parameters = list(inspect.signature(Scheduler._reserve_prefill_lookahead).parameters)
+    assert parameters == ["self", "request", "num_computed_tokens", "num_new_tokens"], (
+        "the signature of Scheduler._reserve_prefill_lookahead changed"
+    )
+    source = source_without_comments(Scheduler.schedule)
+    calls = source.split("self._reserve_prefill_lookahead(")[1:]
+    assert len(calls) == 2, "Scheduler.schedule calls the sizing hook another number of times"
+    for call in calls:
+        assert "allocate_slots(" in call, "the sizing hook is called after KV blocks are allocated"
+    assert "num_computed_tokens" in calls[1].split(")")[0]
+
+
+def test_scheduler_has_the_state_the_adapter_reads() -> None:
+    source = inspect.getsource(Scheduler.__init__)
+    names = [*internals.SCHEDULER_NAMES[1:], "running", "waiting", "block_size"]
+    for name in [*names, "max_num_scheduled_tokens", "max_model_len"]:
+        assert f"self.{name}" in source, f"Scheduler no longer sets {name}"
+    assert hasattr(Scheduler, internals.SCHEDULER_NAMES[0])
+    source = inspect.getsource(Request)
+    for name in ("request_id", "num_computed_tokens", "num_tokens", "has_encoder_inputs"):
+        assert name in source, f"Request no longer has {name}"
+    assert issubclass(AsyncScheduler, Scheduler)
+
+
+def test_engine_core_sets_the_executor_before_it_builds_the_scheduler() -> None:
+    source = source_without_comments(EngineCore.__init__)
+    executor = source.index("self.model_executor = ")
+    assert executor < source.index("self.scheduler: "), "EngineCore builds its scheduler first"
+
+
+def test_every_batch_comes_back_through_update_from_output() -> None:
+    source = source_without_comments(EngineCore.step_with_batch_queue)
+    assert "self.scheduler.update_from_output(" in source
+
+
+@pytest.mark.parametrize("executor", [Executor, MultiprocExecutor])
+def test_executor_sends_functions_without_blocking(executor: type) -> None:
+    parameters = inspect.signature(executor.collective_rpc).parameters
+    assert {"method", "args", "non_block"} <= set(parameters), "collective_rpc changed"
+
+
+@pytest.mark.parametrize("runner", [ModelRunnerV1, ModelRunnerV2])
+def test_model_runners_have_what_the_worker_functions_use(runner: type) -> None:
+    for name in ("execute_model", "get_model", "_dummy_run"):
+        assert hasattr(runner, name), f"{runner.__module__} has no {name}"
+    assert "is_profile" in inspect.signature(runner._dummy_run).parameters
+
+
+def test_tag_travels_with_a_scheduler_output() -> None:
+    output = SchedulerOutput.make_empty()
+    setattr(output, worker.TAG, 7)
+    assert getattr(pickle.loads(pickle.dumps(output)), worker.TAG) == 7
+
+
+def test_schedulers_override_nothing_else() -> None:
+    ours = {name for name in vars(scheduler.DynamicChunkingMixin) if not name.startswith("__")}
+    assert ours - {"_adapter"} == {
+        "schedule",
+        "update_from_output",
+        "_reserve_prefill_lookahead",
+    }

@@ -1,0 +1,121 @@
+"""Dynamic chunking in the real engine: calibration, sizes, windows, caches, aborts."""
+
+from typing import Any
+
+import pytest
+
+from isochunk.policies import ChunkReason
+from tests.engine.conftest import Engine, random_prompt
+from tests.engine.worker_checks import leftovers
+
+
+def chunks_of_one(engine: Engine, num_tokens: int, seed: int) -> list[tuple[int, int, str]]:
+    with engine.trace() as log:
+        engine.generate([random_prompt(num_tokens, seed)])
+    (request_id,) = {chunk[0] for chunk in log.chunks}
+    return log.of(request_id)
+
+
+def test_installs_within_the_first_single_requests_and_cleans_up(make_engine: Any) -> None:
+    with make_engine() as engine:
+        before = engine.core.model_executor.collective_rpc(leftovers)
+        assert all(before)  # hooks and wrapper are on while it calibrates
+        assert engine.calibrate(6144) <= 6
+        assert len(engine.controller.models) == 2
+        assert not engine.scheduler._adapter._is_timing
+        assert engine.core.model_executor.collective_rpc(leftovers) == [[], []]
+
+
+def test_chunks_shrink_with_the_prefix_and_cover_the_prompt(engine: Engine) -> None:
+    chunks = chunks_of_one(engine, 8192, seed=1)
+    sizes = [new for _, new, _ in chunks]
+    assert sum(sizes) == 8192
+    assert [cached for cached, _, _ in chunks] == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert {reason for _, _, reason in chunks} == {ChunkReason.MODEL}
+    assert sizes[0] == 1024
+    assert sizes[-3] < 0.6 * sizes[0]
+    alignment = engine.controller.alignment
+    assert all(size % alignment == 0 for size in sizes[:-1])
+
+
+def test_fixed_by_request_is_stock_chunking(engine: Engine) -> None:
+    with engine.trace() as log:
+        engine.generate([random_prompt(5000, seed=2)], fixed=True)
+    assert [new for _, _, new, _ in log.chunks] == [1024] * 4 + [904]
+    assert {reason for *_, reason in log.chunks} == {ChunkReason.FIXED}
+
+
+def test_overlapping_prefills_keep_the_fixed_budget_then_resume(engine: Engine) -> None:
+    chunks_of_one(engine, 8192, seed=10)  # no other prefill in the last 16 steps
+    with engine.trace() as log:
+        engine.generate([random_prompt(16000, seed=3), random_prompt(1500, seed=4)])
+    first = log.chunks[0][0]
+    reasons = [reason for _, _, reason in log.of(first)]
+    assert reasons[0] == ChunkReason.OTHER_PREFILLS
+    assert reasons[-1] == ChunkReason.MODEL  # alone for 16 steps by then
+    switch = reasons.index(ChunkReason.MODEL)
+    assert set(reasons[switch:]) == {ChunkReason.MODEL}
+    assert all(new == 1024 for _, new, _ in log.of(first)[1 : switch - 1])
+
+
+@pytest.mark.parametrize("num_shared", [1024, 3968])
+def test_prefix_cache_hit_is_sized_at_the_true_prefix(
+    caching_engine: Engine, num_shared: int
+) -> None:
+    shared = random_prompt(num_shared, seed=50 + num_shared)
+    caching_engine.generate([shared + random_prompt(200, seed=6)])
+    with caching_engine.trace() as log:
+        caching_engine.generate([shared + random_prompt(4096, seed=7)])
+    _, cached, new, _ = log.chunks[0]
+    block = caching_engine.scheduler.block_size
+    assert cached == num_shared // block * block
+    uncached = chunks_of_one(caching_engine, 8192, seed=8)
+    if num_shared > 3000:
+        assert new < uncached[0][1]  # smaller than a first chunk without a prefix
+    assert sum(new for _, _, new, _ in log.chunks) == num_shared + 4096 - cached
+
+
+def test_all_but_the_last_token_cached(caching_engine: Engine) -> None:
+    block = caching_engine.scheduler.block_size
+    prompt = random_prompt(8 * block, seed=9)
+    (first,) = caching_engine.generate([prompt], max_tokens=4)
+    (again,) = caching_engine.generate([prompt], max_tokens=4)
+    assert first == again
+
+
+def test_abort_in_flight_frees_everything(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    llm_engine = engine.llm.llm_engine
+    free_before = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    for i in range(6):
+        prompt = {"prompt_token_ids": random_prompt(8192, seed=20 + i)}
+        llm_engine.add_request(f"abort-{i}", prompt, SamplingParams(max_tokens=8))
+        for _ in range(i):
+            llm_engine.step()
+        llm_engine.abort_request([f"abort-{i}"])
+    while llm_engine.has_unfinished_requests() or engine.core.batch_queue:
+        llm_engine.step()
+        if engine.core.batch_queue:
+            engine.core.step_fn()
+    assert engine.scheduler._adapter._num_in_flight == 0
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free_before
+    assert sum(new for _, new, _ in chunks_of_one(engine, 4096, seed=30)) == 4096
+
+
+def test_prompt_up_to_the_context_length(engine: Engine) -> None:
+    chunks = chunks_of_one(engine, 16383, seed=31)
+    assert sum(new for _, new, _ in chunks) == 16383
+
+
+def test_reports_chunks_by_reason_in_the_metrics(engine: Engine) -> None:
+    from prometheus_client import REGISTRY
+
+    def value() -> float:
+        return REGISTRY.get_sample_value("isochunk_chunks_total", {"reason": "model"}) or 0.0
+
+    before = value()
+    num_chunks = len(chunks_of_one(engine, 4096, seed=32))
+    engine.generate([random_prompt(10, seed=33)])  # counts are exported step by step
+    assert value() - before >= num_chunks
+    assert REGISTRY.get_sample_value("isochunk_model_installed") == 1

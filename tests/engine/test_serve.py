@@ -1,0 +1,95 @@
+"""``isochunk serve`` as a user starts it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isochunk.demo.client import Client
+from isochunk.demo.prompts import random_prompt
+from isochunk.demo.server import VllmServer, cpu_env
+
+COMMON = ["--pipeline-parallel-size", "2", "--enforce-eager", "--dtype", "float32"]
+COMMON += ["--max-model-len", "16384", "--max-num-batched-tokens", "1024"]
+
+
+def isochunk(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "isochunk.cli", *args],
+        env=cpu_env() | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_vllm_ascend_command_line_works_unchanged(toy: Path, tmp_path: Path) -> None:
+    config = '{"scheduler_config": {"profiling_chunk_config": {"enabled": true, "min_chunk": 128}}}'
+    log = tmp_path / "server.log"
+    env = cpu_env()
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    env["VLLM_LOG_STATS_INTERVAL"] = "1"
+    with VllmServer(toy, [*COMMON, "--additional-config", config], log, env) as server:
+        server.wait_until_healthy()
+        client = Client(server.url, server.model)
+        for seed in range(8):
+            answer = client.complete(random_prompt(6144, seed), fixed=False, max_tokens=4)
+            assert answer.num_prompt_tokens == 6144
+            if client.is_model_installed():
+                break
+        assert client.is_model_installed()
+        client.complete(random_prompt(6144, 99), fixed=False, max_tokens=4)
+        metrics = client.metrics()
+        assert 'isochunk_chunks_total{reason="model"}' in metrics
+        assert "vllm:prompt_tokens_total" in metrics  # vLLM's own are still there
+        text = log.read_text()
+        assert text.count("latency model installed: stage 0 of 2") == 1
+        assert "Dynamic chunking since last report:" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "parts"),
+    [
+        (
+            ["--enable-dynamic-chunking", "--dynamic-chunking-smooth-factor", "1.5"],
+            {},
+            ["--dynamic-chunking-smooth-factor='1.5'", "[0, 1]"],
+        ),
+        (
+            ["--enable-dynamic-chunking"],
+            {"ISOCHUNK_DYNAMIC_CHUNKING_SMOOTH_FACTOR": "nan"},
+            ["ISOCHUNK_DYNAMIC_CHUNKING_SMOOTH_FACTOR='nan'", "[0, 1]"],
+        ),
+        (
+            ["--enable-dynamic-chunking", "--scheduler-cls", "my.Scheduler"],
+            {},
+            ["scheduler_cls='my.Scheduler'", "isochunk.vllm.scheduler"],
+        ),
+    ],
+)
+def test_bad_settings_end_before_anything_is_loaded(
+    toy: Path, flags: list[str], env: dict[str, str], parts: list[str]
+) -> None:
+    done = isochunk("serve", str(toy), *COMMON, *flags, **env)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    for part in parts:
+        assert part in last
+    assert "Loading" not in done.stdout + done.stderr
+
+
+def test_missing_model_is_named() -> None:
+    done = isochunk("serve", "/does/not/exist", "--enable-dynamic-chunking")
+    assert done.returncode == 2
+    assert "model='/does/not/exist' does not exist" in done.stderr
+
+
+def test_help_shows_the_flags_of_both() -> None:
+    done = isochunk("serve", "--help=all", PAGER="cat", COLUMNS="100", TERM="dumb")
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, os.linesep + shown
+    assert "--enable-dynamic-chunking" in shown
+    assert "--pipeline-parallel-size" in shown

@@ -1,0 +1,49 @@
+"""The core imports the standard library, NumPy, SciPy and Pydantic only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import isochunk
+
+PACKAGE = Path(isochunk.__file__).parent
+# Around the core: the command line, pictures and metrics. Engines live in subpackages.
+NOT_CORE = {"cli", "report", "metrics", "plan_cli"}
+ALLOWED = {"numpy", "scipy", "pydantic", "isochunk"} | sys.stdlib_module_names
+
+
+def test_core_imports_stay_within_the_boundary() -> None:
+    modules = [path for path in PACKAGE.glob("*.py") if path.stem not in NOT_CORE]
+    assert len(modules) > 8
+    offences = []
+    for path in modules:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                parts = name.split(".")
+                is_ours = parts[0] == "isochunk" and parts[1:2] not in (["vllm"], ["demo"], ["pd"])
+                if not (is_ours or (parts[0] in ALLOWED and parts[0] != "isochunk")):
+                    offences.append(f"{path.name}: {name}")
+                if parts[0] == "isochunk" and parts[1:2] and parts[1] in NOT_CORE:
+                    offences.append(f"{path.name}: {name}")
+    assert not offences
+
+
+def test_importing_the_core_loads_no_engine() -> None:
+    code = (
+        "import sys, isochunk, isochunk.controller; "
+        "print([m for m in ('torch', 'vllm', 'typer', 'plotly') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_adapter_stays_thin() -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in (PACKAGE / "vllm").glob("*.py"))
+    assert lines < 500

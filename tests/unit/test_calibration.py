@@ -1,0 +1,206 @@
+"""The calibration's state machine, driven like an engine would, on synthetic machines."""
+
+import numpy as np
+import pytest
+
+from isochunk.calibration import (
+    MAX_SWEEP_SIZES,
+    CalibrationPhase,
+    Calibrator,
+    plan_probes,
+    plan_sweep,
+    slowest_stage,
+)
+from isochunk.fitting import ChunkSample
+from isochunk.latency import LatencyModel
+from isochunk.policies import ChunkReason, Prefill, Step
+
+STAGE_0 = LatencyModel(10.0, 0.001, 0.06, 2e-5)
+STAGE_1 = LatencyModel(12.0, 0.001, 0.07, 2.4e-5)
+
+
+def calibrator(**changes: int) -> Calibrator:
+    settings = {
+        "budget": 4096,
+        "min_chunk": 512,
+        "alignment": 64,
+        "num_stages": 2,
+        "max_model_len": 32768,
+    } | changes
+    return Calibrator(**settings)
+
+
+def swept(**changes: int) -> Calibrator:
+    chosen = calibrator(**changes)
+    for stage, model in enumerate((STAGE_0, STAGE_1)):
+        chosen.add_sweep(stage, [(x, 8 + model.token_ms * x) for x in range(170, 4097, 170)])
+    return chosen
+
+
+def prefill_prompt(
+    chosen: Calibrator, request_id: str, num_tokens: int = 16384, noise: float = 0.01
+) -> list[int]:
+    """One sole prompt through the calibrator; returns its chunk sizes."""
+    rng = np.random.default_rng(len(request_id) + num_tokens)
+    cached, chunks = 0, []
+    while cached < num_tokens:
+        prefill = Prefill(request_id, cached, num_tokens - cached)
+        chosen.begin_step(Step([prefill]))
+        chunk, reason = chosen.size(prefill, min(chosen.budget, prefill.num_remaining))
+        if reason is ChunkReason.CALIBRATION:
+            chosen.probe_scheduled()
+            for stage, model in enumerate((STAGE_0, STAGE_1)):
+                ms = model.predict_ms(cached, chunk) * (1 + noise * rng.standard_normal())
+                chosen.add_sample(stage, ChunkSample(cached, chunk, float(ms)))
+        chunks.append(chunk)
+        cached += chunk
+    chosen.finish_prefill()
+    return chunks
+
+
+@pytest.mark.parametrize("max_tokens", [1, 63, 64, 100, 2048, 3072, 5000, 8192, 262_144])
+@pytest.mark.parametrize("alignment", [16, 64, 128])
+def test_sweep_sizes(max_tokens: int, alignment: int) -> None:
+    sizes = plan_sweep(max_tokens, alignment)
+    assert 1 <= len(sizes) <= MAX_SWEEP_SIZES
+    assert sizes[-1] == max_tokens
+    assert list(sizes) == sorted(set(sizes))
+    assert all(size > 0 and size % alignment == 0 for size in sizes[:-1])
+
+
+def test_no_room_to_sweep_is_no_sweep() -> None:
+    assert plan_sweep(0, 64) == ()
+
+
+@pytest.mark.parametrize("budget", [3072, 5000, 8192])
+@pytest.mark.parametrize("alignment", [64, 128, 528])
+@pytest.mark.parametrize("min_chunk", [64, 1000, 2048])
+def test_probe_sizes_are_positive_unique_and_aligned(
+    budget: int, alignment: int, min_chunk: int
+) -> None:
+    large, small = plan_probes(budget, min_chunk, alignment)
+    assert 0 < small < large <= budget
+    assert small >= min_chunk
+    assert small % alignment == large % alignment == 0
+    assert small - alignment < max(budget // 4, min_chunk)
+
+
+def test_no_two_probe_sizes_gives_up_at_once_and_names_the_numbers() -> None:
+    assert plan_probes(4096, 4090, 64) == ()
+    chosen = calibrator(min_chunk=4090)
+    assert chosen.phase is CalibrationPhase.GIVEN_UP
+    assert "4090" in chosen.reason
+    assert "4096" in chosen.reason
+
+
+def test_installs_after_two_prompts_with_a_model_per_stage() -> None:
+    chosen = swept()
+    assert chosen.phase is CalibrationPhase.PROBING
+    first = prefill_prompt(chosen, "a")
+    assert first[:4] == [4096, 1024, 4096, 1024]
+    assert chosen.phase is CalibrationPhase.PROBING  # one short prompt may be a bad moment
+    second = prefill_prompt(chosen, "bb")
+    assert second[:4] == [1024, 4096, 1024, 4096]
+    assert chosen.phase is CalibrationPhase.INSTALLED
+    for model, truth in zip(chosen.models, (STAGE_0, STAGE_1), strict=True):
+        assert model.predict_ms(12288, 2048) == pytest.approx(
+            truth.predict_ms(12288, 2048), rel=0.03
+        )
+    assert slowest_stage(chosen.models, 8192, 4096) == 1
+    before = list(chosen.models)
+    prefill_prompt(chosen, "ccc")  # nothing is sampled or refitted any more
+    assert chosen.models == before
+    assert len(chosen.samples[0]) == len(first) + len(second)
+
+
+def test_installs_with_two_chunks_a_prompt() -> None:
+    """Few shapes per prompt: the probe order changes from request to request."""
+    chosen = swept(budget=8192, min_chunk=4096)
+    for i in range(4):
+        prefill_prompt(chosen, "r" * (i + 1))
+        if chosen.is_final:
+            break
+    assert chosen.phase is CalibrationPhase.INSTALLED
+
+
+def test_short_prompts_keep_their_chunk_and_do_not_use_up_the_samples() -> None:
+    """Case: only short prompts for a long time, then a long one."""
+    chosen = swept()
+    for i in range(200):
+        assert prefill_prompt(chosen, f"short{i}", 3000) == [3000]
+    assert chosen.phase is CalibrationPhase.PROBING
+    prefill_prompt(chosen, "a")
+    prefill_prompt(chosen, "bb")
+    assert chosen.phase is CalibrationPhase.INSTALLED
+
+
+def test_pure_noise_gives_up_after_a_bounded_number_of_probes() -> None:
+    chosen = swept()
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        cached = 0
+        while cached < 16384:
+            prefill = Prefill(f"r{i}", cached, 16384 - cached)
+            chosen.begin_step(Step([prefill]))
+            chunk, reason = chosen.size(prefill, min(4096, prefill.num_remaining))
+            if reason is ChunkReason.CALIBRATION:
+                chosen.probe_scheduled()
+                for stage in range(2):
+                    chosen.add_sample(stage, ChunkSample(cached, chunk, float(rng.uniform(1, 500))))
+            cached += chunk
+        chosen.finish_prefill()
+    assert chosen.phase is CalibrationPhase.GIVEN_UP
+    assert "stage 0" in chosen.reason
+    assert len(chosen.samples[0]) == chosen.max_samples
+    prefill = Prefill("later", 0, 16384)
+    chosen.begin_step(Step([prefill]))
+    assert chosen.size(prefill, 4096) == (4096, ChunkReason.FIXED)
+
+
+def test_gives_up_when_timings_never_arrive() -> None:
+    chosen = swept()
+    for i in range(60):
+        prefill = Prefill(f"r{i}", 0, 16384)
+        for _ in range(5):
+            chosen.begin_step(Step([prefill]))
+            if chosen.size(prefill, 4096).reason is ChunkReason.CALIBRATION:
+                chosen.probe_scheduled()
+        chosen.finish_prefill()
+    assert chosen.phase is CalibrationPhase.GIVEN_UP
+
+
+def test_no_useful_shrink_keeps_fixed_chunks() -> None:
+    """A context hardly longer than one chunk leaves nothing to equalise."""
+    chosen = swept(max_model_len=4200)
+    prefill_prompt(chosen, "a")
+    prefill_prompt(chosen, "bb")
+    assert chosen.phase is CalibrationPhase.GIVEN_UP
+    assert "no useful shrink" in chosen.reason
+
+
+def test_probes_only_a_sole_prefill() -> None:
+    chosen = swept()
+    one, other = Prefill("one", 0, 16384), Prefill("other", 0, 16384)
+    chosen.begin_step(Step([one, other]))
+    assert chosen.size(one, 4096) == (4096, ChunkReason.OTHER_PREFILLS)
+
+
+def test_dropped_probe_is_repeated() -> None:
+    """The engine may not schedule a sized chunk (no KV blocks): the order doesn't advance."""
+    chosen = swept()
+    prefill = Prefill("r", 0, 16384)
+    chosen.begin_step(Step([prefill]))
+    assert chosen.size(prefill, 4096).num_tokens == 4096
+    chosen.begin_step(Step([prefill]))
+    assert chosen.size(prefill, 4096).num_tokens == 4096
+    chosen.probe_scheduled()
+    assert chosen.size(Prefill("r", 4096, 12288), 4096).num_tokens == 1024
+
+
+def test_empty_sweep_gives_up() -> None:
+    chosen = calibrator()
+    chosen.add_sweep(0, [])
+    assert chosen.phase is CalibrationPhase.GIVEN_UP
+    assert "stage 0" in chosen.reason
+    chosen.add_sweep(1, [(64, 1.0)])
+    assert chosen.phase is CalibrationPhase.GIVEN_UP

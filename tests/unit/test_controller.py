@@ -1,0 +1,145 @@
+"""The controller as an engine adapter uses it: steps, tags, answers, installation."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from isochunk.config import DynamicChunkingConfig
+from isochunk.controller import ChunkController
+from isochunk.latency import LatencyModel
+from isochunk.policies import ChunkReason, EqualLatency, FixedChunk, Prefill, Step
+from isochunk.timings import Timing, read_trace
+
+STAGES = (LatencyModel(10.0, 0.001, 0.06, 2e-5), LatencyModel(12.0, 0.001, 0.07, 2.4e-5))
+
+
+def controller(**changes: object) -> ChunkController:
+    settings = DynamicChunkingConfig(enabled=True, min_chunk_size=512, **changes)  # type: ignore[arg-type]
+    made = ChunkController(
+        settings, max_num_batched_tokens=4096, alignment=64, num_stages=2, max_model_len=32768
+    )
+    # Two TP ranks a stage: the slower one counts.
+    made.add_sweep(
+        [
+            (stage, [(x, (8 + model.token_ms * x) * factor) for x in range(170, 4097, 170)])
+            for stage, model in enumerate(STAGES)
+            for factor in (1.0, 0.5)
+        ]
+    )
+    return made
+
+
+def run_prompt(
+    made: ChunkController, request_id: str, num_tokens: int = 16384, decodes: int = 0
+) -> list[int]:
+    """A sole prompt, ``decodes`` other requests in each step; returns the chunk sizes."""
+    cached, chunks = 0, []
+    while cached < num_tokens:
+        prefill = Prefill(request_id, cached, num_tokens - cached)
+        made.begin_step(Step([prefill], decodes))
+        chunk = made.size(prefill, min(4096 - decodes, prefill.num_remaining))
+        scheduled = {request_id: chunk} | {f"decode{i}": 1 for i in range(decodes)}
+        tag = made.end_step(scheduled)
+        if tag is not None:
+            made.ledger.complete(tag)
+            times = [model.predict_ms(cached, chunk) for model in STAGES]
+            answers = [(s, [Timing(tag, 0.0, ms)]) for s, ms in enumerate(times)]
+            answers += [(s, [Timing(tag, 0.0, ms * 0.9)]) for s, ms in enumerate(times)]
+            made.settle(made.ledger.ask(), answers)
+        chunks.append(chunk)
+        cached += chunk
+    return chunks
+
+
+def test_calibrates_installs_once_and_stops_timing(caplog: pytest.LogCaptureFixture) -> None:
+    made = controller(smooth_factor=1.0)
+    with caplog.at_level(logging.INFO, logger="isochunk"):
+        run_prompt(made, "a")
+        assert made.needs_timing
+        run_prompt(made, "b")
+        assert not made.needs_timing
+        chunks = run_prompt(made, "c")
+    assert isinstance(made.policy, EqualLatency)
+    assert made.policy.model == made.models[1]  # the slowest stage
+    assert chunks[0] == 4096
+    assert chunks[1] < 2500
+    installed = [r for r in caplog.records if "latency model installed" in r.message]
+    assert len(installed) == 2  # one line per stage, once
+    assert "stage 1 of 2 (the slowest, it sizes the chunks)" in caplog.text
+    assert made.counts[ChunkReason.MODEL] == len(chunks)
+    assert made.counts[ChunkReason.CALIBRATION] == 14
+
+
+def test_batches_with_other_requests_are_no_samples() -> None:
+    made = controller()
+    for i in range(5):
+        run_prompt(made, f"r{i}", decodes=3)
+    assert made.is_calibrating
+    assert not made.calibrator.samples
+
+
+def test_only_what_was_scheduled_counts() -> None:
+    made = controller()
+    prefill = Prefill("r", 0, 16384)
+    made.begin_step(Step([prefill]))
+    made.size(prefill, 4096)
+    assert made.end_step({"decode": 1}) is None  # the chunk was dropped: no KV blocks
+    assert not made.counts
+    made.begin_step(Step([prefill]))
+    made.size(prefill, 4096)
+    assert made.end_step({"r": 2048}) is not None  # cut by the engine
+    assert made.counts == {ChunkReason.CALIBRATION: 1}
+
+
+def test_forward_without_timing_settles_its_tag() -> None:
+    made = controller()
+    prefill = Prefill("r", 0, 16384)
+    made.begin_step(Step([prefill]))
+    made.size(prefill, 4096)
+    made.ledger.complete(made.end_step({"r": 4096}))
+    made.settle(made.ledger.ask(), [(0, []), (1, [])])
+    assert made.ledger.is_empty
+    assert not made.calibrator.samples
+
+
+def test_override_counts_as_fixed_and_is_not_sampled() -> None:
+    made = controller()
+    prefill = Prefill("r", 0, 16384)
+    made.begin_step(Step([prefill]))
+    assert made.size(prefill, 4096, FixedChunk(1000)) == 1000
+    assert made.end_step({"r": 1000}) is None
+    assert made.counts == {ChunkReason.FIXED: 1}
+
+
+def test_giving_up_warns_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    settings = DynamicChunkingConfig(enabled=True, min_chunk_size=512)
+    made = ChunkController(
+        settings, max_num_batched_tokens=4096, alignment=64, num_stages=2, max_model_len=32768
+    )
+    with caplog.at_level(logging.INFO, logger="isochunk"):
+        made.add_sweep([(0, []), (1, [])])
+        for i in range(3):
+            run_prompt(made, f"r{i}")
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "keeps fixed chunks: the startup sweep of stage 0" in caplog.text
+    assert made.is_fixed_for_good
+    assert run_prompt(made, "x") == [4096] * 4
+
+
+def test_trace_has_a_line_per_batch_and_stage(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    made = controller(trace_file=str(path))
+    for name in ("a", "b", "c"):
+        run_prompt(made, name)
+    assert made.needs_timing  # for the trace, although the model is installed
+    lines = read_trace(path)
+    last = [line for line in lines if line["pieces"][0]["request_id"] == "c"]
+    assert {line["stage"] for line in last} == {0, 1}
+    assert sum(line["pieces"][0]["num_new"] for line in last if line["stage"] == 0) == 16384
+    for line in last:
+        assert line["predicted_ms"] == pytest.approx(line["latency_ms"], rel=0.05)
+    assert json.loads(path.read_text().splitlines()[0])["predicted_ms"] is None
+    assert [line["stage"] for line in read_trace(path, "model")] == [0, 1]
+    assert read_trace(path, "model")[1]["token_ms"] == made.models[1].token_ms
