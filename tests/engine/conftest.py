@@ -132,7 +132,7 @@ def make_engine(toy: Path) -> Callable[..., Any]:
             "pipeline_parallel_size": 2,
             "enforce_eager": True,
             "dtype": "float32",
-            "max_model_len": 16384,
+            "max_model_len": 24576,
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 8,
             "enable_prefix_caching": False,

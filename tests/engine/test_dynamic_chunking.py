@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from isochunk.policies import ChunkReason
+from isochunk.policies import ChunkReason, Prefill
 from tests.engine.conftest import Engine, random_prompt
 from tests.engine.worker_checks import leftovers
 
@@ -48,17 +48,18 @@ def test_fixed_by_request_is_stock_chunking(engine: Engine) -> None:
 def test_overlapping_prefills_keep_the_fixed_budget_then_resume(engine: Engine) -> None:
     chunks_of_one(engine, 8192, seed=10)  # no other prefill in the last 16 steps
     with engine.trace() as log:
-        engine.generate([random_prompt(16000, seed=3), random_prompt(1500, seed=4)])
-    first = log.chunks[0][0]
-    reasons = [reason for _, _, reason in log.of(first)]
+        engine.generate([random_prompt(1500, seed=4), random_prompt(20000, seed=3)])
+    short, long = dict.fromkeys(chunk[0] for chunk in log.chunks)
+    assert {reason for *_, reason in log.of(short)} == {ChunkReason.OTHER_PREFILLS}
+    reasons = [reason for *_, reason in log.of(long)]
     assert reasons[0] == ChunkReason.OTHER_PREFILLS
-    assert reasons[-1] == ChunkReason.MODEL  # alone for 16 steps by then
     switch = reasons.index(ChunkReason.MODEL)
+    assert switch >= 15  # alone for 16 steps by then
     assert set(reasons[switch:]) == {ChunkReason.MODEL}
-    assert all(new == 1024 for _, new, _ in log.of(first)[1 : switch - 1])
+    assert {new for _, new, _ in log.of(long)[1:switch]} == {1024}
 
 
-@pytest.mark.parametrize("num_shared", [1024, 3968])
+@pytest.mark.parametrize("num_shared", [100, 1024, 3968])
 def test_prefix_cache_hit_is_sized_at_the_true_prefix(
     caching_engine: Engine, num_shared: int
 ) -> None:
@@ -69,9 +70,9 @@ def test_prefix_cache_hit_is_sized_at_the_true_prefix(
     _, cached, new, _ = log.chunks[0]
     block = caching_engine.scheduler.block_size
     assert cached == num_shared // block * block
-    uncached = chunks_of_one(caching_engine, 8192, seed=8)
-    if num_shared > 3000:
-        assert new < uncached[0][1]  # smaller than a first chunk without a prefix
+    policy = caching_engine.controller.policy
+    assert new == policy.size(Prefill("r", cached, num_shared + 4096 - cached), 1024).num_tokens
+    assert (new == 1024) is (cached == 0)
     assert sum(new for _, _, new, _ in log.chunks) == num_shared + 4096 - cached
 
 
@@ -104,8 +105,8 @@ def test_abort_in_flight_frees_everything(engine: Engine) -> None:
 
 
 def test_prompt_up_to_the_context_length(engine: Engine) -> None:
-    chunks = chunks_of_one(engine, 16383, seed=31)
-    assert sum(new for _, new, _ in chunks) == 16383
+    chunks = chunks_of_one(engine, 24575, seed=31)
+    assert sum(new for _, new, _ in chunks) == 24575
 
 
 def test_reports_chunks_by_reason_in_the_metrics(engine: Engine) -> None:

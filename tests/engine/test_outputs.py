@@ -24,8 +24,6 @@ def run(engine: Engine, concurrency: int, fixed: bool) -> list[tuple[int, ...]]:
     for i in range(0, len(prompts), concurrency):
         batch = prompts[i : i + concurrency]
         tokens += engine.generate(batch, fixed=fixed, max_tokens=NEW_TOKENS)
-        if engine.scheduler.cache_config.enable_prefix_caching:
-            continue
     return tokens
 
 
