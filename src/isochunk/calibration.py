@@ -14,6 +14,7 @@ the model is installed once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,6 +43,8 @@ PROBE_PATTERNS = ((0, 1), (1, 0), (0, 0, 1, 1), (1, 1, 0, 0))
 # One request decides alone only if it was long; a second one guards against a bad moment.
 MIN_REQUESTS = 2
 ENOUGH_SHAPES = 12
+OVERHEAD_QUANTILE = 0.25
+MIN_GAPS = 8
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
 MAX_PROBES_PER_SAMPLE = 3
 
@@ -99,6 +102,8 @@ class Calibrator:
     reports: list[FitReport] = field(default_factory=list)
     sweeps: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[int, list[ChunkSample]] = field(default_factory=dict)
+    gaps_ms: list[float] = field(default_factory=list)
+    """Times between the end of a timed forward and the start of the next, on any stage."""
 
     def __post_init__(self) -> None:
         self._probes = plan_probes(self.budget, self.min_chunk, self.alignment)
@@ -174,11 +179,26 @@ class Calibrator:
 
     # -- samples and fits ------------------------------------------------------------------
 
-    def add_sample(self, stage: int, sample: ChunkSample) -> None:
-        """Add a timed chunk of a stage; ignored once final or past ``max_samples``."""
+    def add_sample(self, stage: int, sample: ChunkSample, gap_ms: float = math.inf) -> None:
+        """Add a timed chunk of a stage; ignored once final or past ``max_samples``.
+
+        ``gap_ms`` is the time since the end of the forward before it on that stage.
+        """
         samples = self.samples.setdefault(stage, [])
         if not self.is_final and len(samples) < self.max_samples:
             samples.append(sample)
+            if math.isfinite(gap_ms) and gap_ms >= 0:
+                self.gaps_ms.append(gap_ms)
+
+    @property
+    def step_overhead_ms(self) -> float:
+        """What a step costs a stage between forwards (scheduling, messages, staging) [ms].
+
+        A gap is that plus idle time, so a low quantile of the gaps is the overhead.
+        """
+        if len(self.gaps_ms) < MIN_GAPS:
+            return 0.0
+        return float(np.quantile(self.gaps_ms, OVERHEAD_QUANTILE))
 
     def finish_prefill(self) -> None:
         """A calibrated prefill's timings are in: fit, then install, go on or give up."""

@@ -154,6 +154,7 @@ class ChunkController:
                         batch.pieces[0].num_tokens,
                         batch.latency_ms,
                     ),
+                    batch.gap_ms,
                 )
             if self._trace is not None:
                 self._trace.write_batch(batch, self._predict_ms(batch))

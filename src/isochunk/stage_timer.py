@@ -6,6 +6,7 @@ a model; nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import Any, Protocol
@@ -61,7 +62,9 @@ class StageTimer:
         self.tag: int | None = None
         self.clock = clock
         self._start: tuple[float, Any] | None = None
-        self._pending: deque[tuple[int, float, Any, Any]] = deque(maxlen=MAX_PENDING)
+        self._last_end: Any = None
+        # tag, host time of the start, marks: end of the forward before (or None), start, end
+        self._pending: deque[tuple[int, float, Any, Any, Any]] = deque(maxlen=MAX_PENDING)
         self._handles = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after),
@@ -78,13 +81,16 @@ class StageTimer:
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if self.tag is not None and self._start is not None:
-            self._pending.append((self.tag, *self._start, self.clock.mark()))
-            self._start = None
+            start_s, start = self._start
+            end = self.clock.mark()
+            self._pending.append((self.tag, start_s, self._last_end, start, end))
+            self._start, self._last_end = None, end
 
     def drain(self) -> list[Timing]:
         """Finished timings since the last drain, oldest first. Never waits for a device."""
         done = []
-        while self._pending and self.clock.is_done(self._pending[0][3]):
-            tag, start_s, start, end = self._pending.popleft()
-            done.append(Timing(tag, start_s, self.clock.elapsed_ms(start, end)))
+        while self._pending and self.clock.is_done(self._pending[0][-1]):
+            tag, start_s, last_end, start, end = self._pending.popleft()
+            gap_ms = math.inf if last_end is None else self.clock.elapsed_ms(last_end, start)
+            done.append(Timing(tag, start_s, self.clock.elapsed_ms(start, end), gap_ms))
         return done

@@ -7,6 +7,7 @@ duration of its forward; :class:`TimingLedger` joins the two.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,11 +26,14 @@ class Piece(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A timed forward: batch tag, start [s, monotonic clock of the host], duration [ms]."""
+    """A timed forward on one rank."""
 
     tag: int
     start_s: float
+    """Start by the host's monotonic clock."""
     latency_ms: float
+    gap_ms: float = math.inf
+    """Since the end of the timed forward before it: idle time and the engine's overhead."""
 
 
 class TimedBatch(NamedTuple):
@@ -38,6 +42,7 @@ class TimedBatch(NamedTuple):
     stage: int
     start_s: float
     latency_ms: float
+    gap_ms: float
     pieces: tuple[Piece, ...]
     num_requests: int
 
@@ -90,7 +95,7 @@ class TimingLedger:
                 if key not in slowest or timing.latency_ms > slowest[key].latency_ms:
                     slowest[key] = timing
         timed = [
-            TimedBatch(stage, timing.start_s, timing.latency_ms, *self._batches[tag])
+            TimedBatch(stage, *timing[1:], *self._batches[tag])
             for (tag, stage), timing in slowest.items()
             if tag in self._batches
         ]

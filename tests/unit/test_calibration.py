@@ -1,5 +1,7 @@
 """The calibration's state machine, driven like an engine would, on synthetic machines."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -204,3 +206,19 @@ def test_empty_sweep_gives_up() -> None:
     assert "stage 0" in chosen.reason
     chosen.add_sweep(1, [(64, 1.0)])
     assert chosen.phase is CalibrationPhase.GIVEN_UP
+
+
+def test_step_overhead_is_what_the_shortest_gaps_have_in_common() -> None:
+    chosen = swept()
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        idle_ms = 0.0 if i % 2 else float(rng.uniform(50, 500))
+        chosen.add_sample(0, ChunkSample(i * 1024, 1024, 100.0), 12.0 + idle_ms)
+        chosen.add_sample(1, ChunkSample(i * 1024, 1024, 100.0), math.inf)  # the first has none
+    assert chosen.step_overhead_ms == pytest.approx(12.0)
+
+
+def test_too_few_gaps_tell_no_overhead() -> None:
+    chosen = swept()
+    chosen.add_sample(0, ChunkSample(0, 1024, 100.0), 12.0)
+    assert chosen.step_overhead_ms == 0
