@@ -60,6 +60,8 @@ def test_calibrates_installs_once_and_stops_timing(caplog: pytest.LogCaptureFixt
         assert made.needs_timing
         run_prompt(made, "b")
         assert not made.needs_timing
+        sampled = made.counts[ChunkReason.CALIBRATION]
+        before = made.counts[ChunkReason.MODEL]
         chunks = run_prompt(made, "c")
     assert isinstance(made.policy, EqualLatency)
     assert made.policy.model == made.models[1]  # the slowest stage
@@ -68,8 +70,8 @@ def test_calibrates_installs_once_and_stops_timing(caplog: pytest.LogCaptureFixt
     installed = [r for r in caplog.records if "latency model installed" in r.message]
     assert len(installed) == 2  # one line per stage, once
     assert "stage 1 of 2 (the slowest, it sizes the chunks)" in caplog.text
-    assert made.counts[ChunkReason.MODEL] == len(chunks)
-    assert made.counts[ChunkReason.CALIBRATION] == 14
+    assert made.counts[ChunkReason.MODEL] == before + len(chunks)
+    assert made.counts[ChunkReason.CALIBRATION] == sampled == len(made.calibrator.samples[0])
 
 
 def test_batches_with_other_requests_are_no_samples() -> None:
