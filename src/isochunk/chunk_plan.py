@@ -10,10 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from isochunk.makespan import FloatArray, IntArray, Pipeline, makespans_ms, stage_times_ms
+from isochunk.makespan import (
+    FloatArray,
+    IntArray,
+    Pipeline,
+    dominant_stages,
+    makespans_ms,
+    stage_times_ms,
+)
 
 FIXED_SIZES = tuple(1024 * 2**i for i in range(6))
 """Fixed chunk sizes [tokens] that a plan must not lose to, 1K…32K; the budget is added."""
@@ -82,7 +91,7 @@ class _Grid:
     budget: int
     alignment: int
 
-    def snap(self, wanted: FloatArray) -> tuple[int, ...] | None:
+    def snap(self, wanted: npt.NDArray[np.floating[Any]]) -> tuple[int, ...] | None:
         """Nearest feasible ends to increasing real ones, ``total`` last; None: too few."""
         step, ends, last = self.alignment, [], self.num_cached
         for end in wanted:
@@ -106,10 +115,7 @@ class _Grid:
         new = self.total - self.num_cached
         area = new * (self.total + self.num_cached)
         work_ms = max(
-            m.fixed_ms * count
-            + m.prefix_ms * prefixes
-            + m.token_ms * new
-            + m.attention_ms * area
+            m.fixed_ms * count + m.prefix_ms * prefixes + m.token_ms * new + m.attention_ms * area
             for m in pipeline.stages
         )
         # Ends are aligned down, which may shorten prefixes by up to the alignment each.
@@ -151,9 +157,7 @@ def _equal_time_plans(pipeline: Pipeline, grid: _Grid) -> list[tuple[int, ...]]:
     works = token * new + attention * area
     slowest = int(works.argmax())
     work = float(works[slowest])
-    per_chunk = float(
-        fixed[slowest] + prefix[slowest] * (grid.num_cached + grid.total) / 2
-    )
+    per_chunk = float(fixed[slowest] + prefix[slowest] * (grid.num_cached + grid.total) / 2)
     bubbles = float(works.sum() / works[slowest]) - 1.0 if work > 0 else 0.0
     most = min(max(math.ceil(new / grid.alignment), least), max(MAX_CHUNKS, least))
     ideal = math.sqrt(bubbles * work / per_chunk) if per_chunk > 0 else float(most)
@@ -198,17 +202,17 @@ def _equal_time_curves(
         in step where rounding to the nearest would alternate between two sizes.
     """
     num = len(targets)
-    stages = _dominant_stages(pipeline)
+    stages = dominant_stages(pipeline.stages)
     ends = np.full(2 * num, float(grid.num_cached))
     targets = np.concatenate([targets, targets])
     curve = [ends]
     while ends.min() < grid.total and len(curve) <= max_chunks:
         new = np.full(2 * num, float(grid.budget))
-        for fixed, prefix, token, attention in stages:
+        for model in stages:
             # LatencyModel.solve_num_new, for all targets at once.
-            free = np.maximum(targets - fixed - prefix * ends, 0.0)
-            slope = token + 2.0 * attention * ends
-            denominator = slope + np.sqrt(slope * slope + 4.0 * attention * free)
+            free = np.maximum(targets - model.fixed_ms - model.prefix_ms * ends, 0.0)
+            slope = model.token_ms + 2.0 * model.attention_ms * ends
+            denominator = slope + np.sqrt(slope * slope + 4.0 * model.attention_ms * free)
             with np.errstate(divide="ignore", invalid="ignore"):
                 np.fmin(new, 2.0 * free / denominator, out=new)
         new = np.maximum(new, 1.0)
@@ -224,21 +228,6 @@ def _equal_time_curves(
     before, after = curves[rows, reached - 1], curves[rows, reached]
     indices = reached - 1 + (grid.total - before) / (after - before)
     return indices, curves, aligned[aligned[:, -1] >= grid.total]
-
-
-def _dominant_stages(pipeline: Pipeline) -> list[tuple[float, float, float, float]]:
-    """Coefficients of the stages that can be the slowest for some chunk."""
-    unique = sorted(
-        {(m.fixed_ms, m.prefix_ms, m.token_ms, m.attention_ms) for m in pipeline.stages}
-    )
-    return [
-        stage
-        for stage in unique
-        if not any(
-            other != stage and all(x >= y for x, y in zip(other, stage, strict=True))
-            for other in unique
-        )
-    ]
 
 
 def _refine(

@@ -177,9 +177,7 @@ class _Simulation:
         """One step: what vLLM's ``Scheduler.schedule`` would put into it."""
         running = [s.as_prefill() for s in self.running if s.num_remaining > 0]
         waiting = [s.as_prefill() for s in self.waiting]
-        decodes = sum(
-            1 for s in self.running if s.num_remaining == 0 and not s.is_token_pending
-        )
+        decodes = sum(1 for s in self.running if s.num_remaining == 0 and not s.is_token_pending)
         if running or waiting or decodes:
             self.policy.begin_step(Step(running + waiting, decodes, len(running)))
         left = self.budget
