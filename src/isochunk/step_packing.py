@@ -116,10 +116,10 @@ class StepPacker:
             self._stages, self._used_ms, strict=True
         ):
             left, used = self._tokens_left, fixed + decode_ms
-            for _, cached, new in prefills:
+            for _, cached, remaining in prefills:
                 if left <= 0 or used >= self.target_ms:
                     break
-                new = min(new, left)
+                new = min(remaining, left)
                 left -= new
                 used += prefix * cached + new * (token + attention * (2 * cached + new))
             worst = max(worst, used)
@@ -147,19 +147,23 @@ class StepPacker:
     def size(self, prefill: Prefill, num_allowed: int) -> int:
         """Tokens for this prefill; 0 where the step is full."""
         request_id, cached, remaining = prefill
-        if request_id in self._packed:
+        packed = self._packed
+        if request_id in packed:
             # The engine asks again: forget the first answer.
-            before, num_before = self._packed.pop(request_id)
+            before, num_before = packed.pop(request_id)
             self._add(before, num_before, -1)
-        is_first = not self._packed
+        is_first = not packed
         limit_ms, new = self._limit_ms, num_allowed
         if is_first or request_id not in self._shorts:
             limit_ms -= self._reserved_ms
-            new = max(min(new, self._tokens_left - self._reserved_tokens), 0)
-        new = self._fill(limit_ms, cached, new)
+            unreserved = self._tokens_left - self._reserved_tokens
+            if new > unreserved:
+                new = unreserved
+        new = self._fill(limit_ms, cached, new) if new > 0 else 0
         if new < remaining:
-            new = max((cached + new) // self.alignment * self.alignment - cached, 0)
-        if new == 0:
+            new = (cached + new) // self.alignment * self.alignment - cached
+        if new <= 0:
+            new = 0
             if is_first:
                 new = min(self.alignment - cached % self.alignment, num_allowed)
             elif self._admit.get(request_id) == cached:
