@@ -78,9 +78,7 @@ def main() -> None:
     print(f"{'P':>3} {'set changes':>12} {'median':>8} {'p99':>8} {'raw p99':>8}")
     for num_stages in (2, 4, 8):
         for change_every in (200, 20, 5):
-            runs = [
-                measure(num_stages, change_every, random.Random(1)) for _ in range(NUM_RUNS)
-            ]
+            runs = [measure(num_stages, change_every, random.Random(1)) for _ in range(NUM_RUNS)]
             fastest = [min(times) for times in zip(*runs, strict=True)]
             raw = [time_us for run in runs for time_us in run]
             print(

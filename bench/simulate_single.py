@@ -128,8 +128,7 @@ def main() -> None:
     print(f"\n{len(columns['/fixed'])} cells {'min':>22} {'median':>8} {'max':>8}")
     for name, values in columns.items():
         print(
-            f"{name:>22} {min(values):>12.4f} {statistics.median(values):>8.4f} "
-            f"{max(values):>8.4f}"
+            f"{name:>22} {min(values):>12.4f} {statistics.median(values):>8.4f} {max(values):>8.4f}"
         )
     for name in ("regret, work", "regret, one", "regret, all"):
         over = sum(value > 0.03 for value in columns[name])

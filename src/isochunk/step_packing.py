@@ -157,8 +157,7 @@ class StepPacker:
         if is_first or request_id not in self._shorts:
             limit_ms -= self._reserved_ms
             unreserved = self._tokens_left - self._reserved_tokens
-            if new > unreserved:
-                new = unreserved
+            new = min(new, unreserved)
         new = self._fill(limit_ms, cached, new) if new > 0 else 0
         if new < remaining:
             new = (cached + new) // self.alignment * self.alignment - cached
