@@ -92,11 +92,16 @@ class _Grid:
     alignment: int
 
     def snap(self, wanted: npt.NDArray[np.floating[Any]]) -> tuple[int, ...] | None:
-        """Nearest feasible ends to increasing real ones, ``total`` last; None: too few."""
+        """Nearest feasible ends to increasing real ones, ``total`` last; None: too few.
+
+        No chunk is shorter than the alignment, unless the budget wants it.
+        """
         step, ends, last = self.alignment, [], self.num_cached
+        least = min(step, self.budget)
         for end in wanted:
             snapped = min(step * round(float(end) / step), self._furthest(last))
-            if last < snapped < self.total:
+            fits = last + least <= snapped < self.total
+            if fits and (snapped <= self.total - least or self.total - last > self.budget):
                 ends.append(snapped)
                 last = snapped
         if self.total - last > self.budget:
@@ -121,10 +126,13 @@ class _Grid:
         # Ends are aligned down, which may shorten prefixes by up to the alignment each.
         if work_ms * 0.98 >= best_ms or count > 4 * MAX_CHUNKS:
             return None
-        grid = _Grid(self.num_cached, self.total, size, self.alignment)
+        return _Grid(self.num_cached, self.total, size, self.alignment).full()
+
+    def full(self) -> tuple[int, ...]:
+        """Ends of chunks as large as the budget and the alignment allow."""
         ends, last = [], self.num_cached
-        while self.total - last > size:
-            last = grid._furthest(last)
+        while self.total - last > self.budget:
+            last = self._furthest(last)
             ends.append(last)
         return (*ends, self.total)
 
@@ -181,13 +189,10 @@ def _equal_time_plans(pipeline: Pipeline, grid: _Grid) -> list[tuple[int, ...]]:
 
 
 def _even(grid: _Grid, count: int) -> tuple[int, ...]:
-    """``count`` chunks of about the same number of tokens, or more where that can't be."""
-    while True:
-        step = (grid.total - grid.num_cached) / count
-        plan = grid.snap(grid.num_cached + step * np.arange(1, count))
-        if plan is not None:
-            return plan
-        count += 1
+    """``count`` chunks of about the same number of tokens, or full ones where that can't be."""
+    step = (grid.total - grid.num_cached) / count
+    plan = grid.snap(grid.num_cached + step * np.arange(1, count))
+    return plan if plan is not None else grid.full()
 
 
 def _equal_time_curves(
@@ -243,12 +248,14 @@ def _refine(
         return plan, cost_ms
     ends = np.array(plan)
     shifts = _shifts(len(ends))
-    step = max(int(np.diff(ends, prepend=grid.num_cached).max()) // 4, grid.alignment)
+    sizes = np.diff(ends, prepend=grid.num_cached)
+    shortest = min(int(sizes.min()), grid.alignment)
+    step = max(int(sizes.max()) // 4, grid.alignment)
     for _ in range(REFINE_ROUNDS):
         step = max(step - step % grid.alignment, grid.alignment)
         moved = ends + np.concatenate([shifts, -shifts]) * step
         sizes = np.diff(moved, axis=1, prepend=grid.num_cached)
-        moved = moved[((sizes > 0) & (sizes <= grid.budget)).all(axis=1)]
+        moved = moved[((sizes >= shortest) & (sizes <= grid.budget)).all(axis=1)]
         if len(moved):
             starts = np.concatenate(
                 [np.full((len(moved), 1), grid.num_cached), moved[:, :-1]], axis=1

@@ -67,6 +67,8 @@ class ShortestTTFT:
         if num_allowed < 1 or prefill.num_remaining < 1:
             return ChunkDecision(max(num_allowed, 0), ChunkReason.UNREACHABLE)
         if not self._is_sole:
+            if not math.isfinite(self._packer.target_ms):
+                return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
             return ChunkDecision(self._packer.size(prefill, num_allowed), ChunkReason.MODEL)
         plan = self._plan_for(prefill, num_allowed)
         if plan is None:
@@ -93,10 +95,13 @@ class ShortestTTFT:
         self._last_cached = cached
         if is_same:
             return plan
-        planned = plan_chunks(self.pipeline, cached, prefill.num_remaining, budget, self.alignment)
-        if not math.isfinite(planned.makespan_ms):
+        # All chunks together on all stages: an upper bound of everything that is computed.
+        stages = self.pipeline.stages
+        worst_ms = sum(model.predict_ms(cached, prefill.num_remaining) for model in stages)
+        if not math.isfinite(worst_ms * prefill.num_remaining):
             self.plan = None
             return None
+        planned = plan_chunks(self.pipeline, cached, prefill.num_remaining, budget, self.alignment)
         self.plan = planned
         self._plan_key = (prefill.request_id, cached + prefill.num_remaining, budget)
         return planned

@@ -149,9 +149,11 @@ class StepPacker:
         request_id, cached, remaining = prefill
         packed = self._packed
         if request_id in packed:
-            # The engine asks again: forget the first answer.
-            before, num_before = packed.pop(request_id)
-            self._add(before, num_before, -1)
+            # The engine asks again: forget that answer and those since.
+            last = ""
+            while last != request_id:
+                last, piece = packed.popitem()
+                self._add(*piece, -1)
         is_first = not packed
         limit_ms, new = self._limit_ms, num_allowed
         if is_first or request_id not in self._shorts:
@@ -168,10 +170,18 @@ class StepPacker:
             elif self._admit.get(request_id) == cached:
                 unit = min(self.alignment - cached % self.alignment, num_allowed)
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
+        elif new < remaining and not is_first and self._is_wasteful(cached, new):
+            new = 0
         if new > 0:
             self._packed[request_id] = (cached, new)
             self._add(cached, new, 1)
         return new
+
+    def _is_wasteful(self, cached: int, new: int) -> bool:
+        """Whether a piece costs more for its prefix than for its tokens: better next step."""
+        model = self._slowest
+        tokens_ms = new * (model.token_ms + model.attention_ms * (2 * cached + new))
+        return model.prefix_ms * cached > tokens_ms
 
     def _fill(self, limit_ms: float, cached: int, num_allowed: int) -> int:
         """How many of ``num_allowed`` tokens end within ``limit_ms`` on every stage."""

@@ -92,17 +92,16 @@ def test_one_batch_per_stage_is_never_below_the_closed_form(model, num_stages, s
 @given(
     st.lists(models, min_size=1, max_size=6),
     st.integers(0, 3),
-    st.floats(0, 20),
-    st.floats(0, 0.01),
+    st.tuples(st.floats(0, 20), st.floats(0, 0.01)),
     st.integers(0, 5000),
     chunk_lists,
 )
 def test_recurrence_equals_the_simulator_and_is_above_its_bound(
-    stages, extra, fixed_ms, token_ms, cached, sizes
+    stages, extra, transfer, cached, sizes
 ):
     import numpy as np
 
-    pipeline = Pipeline(tuple(stages), fixed_ms, token_ms, len(stages) + extra)
+    pipeline = Pipeline(tuple(stages), *transfer, len(stages) + extra)
     expected = simulated_ms(pipeline, cached, sizes)
     ends = ends_of(cached, sizes)
     assert abs(single_prefill_ms(pipeline, cached, ends) - expected) <= 1e-9 * expected
