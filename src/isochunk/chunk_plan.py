@@ -94,14 +94,15 @@ class _Grid:
     def snap(self, wanted: npt.NDArray[np.floating[Any]]) -> tuple[int, ...] | None:
         """Nearest feasible ends to increasing real ones, ``total`` last; None: too few.
 
-        No chunk is shorter than the alignment, unless the budget wants it.
+        No chunk is shorter than the alignment (the last: than half of it), unless the budget
+        wants it.
         """
         step, ends, last = self.alignment, [], self.num_cached
         least = min(step, self.budget)
         for end in wanted:
             snapped = min(step * round(float(end) / step), self._furthest(last))
             fits = last + least <= snapped < self.total
-            if fits and (snapped <= self.total - least or self.total - last > self.budget):
+            if fits and (snapped <= self.total - least // 2 or self.total - last > self.budget):
                 ends.append(snapped)
                 last = snapped
         if self.total - last > self.budget:
