@@ -28,7 +28,7 @@ pipelines = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pipelines, st.integers(0, 500), st.integers(1, 60_000), st.sampled_from([1024, 5000, 32768]))
 def test_never_predicted_slower_than_fixed_chunks(pipeline, cached_blocks, num_new, budget):
     cached = 64 * cached_blocks
@@ -46,7 +46,7 @@ def test_never_predicted_slower_than_fixed_chunks(pipeline, cached_blocks, num_n
             assert plan.makespan_ms <= single_prefill_ms(pipeline, cached, ends) * (1 + 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pipelines, st.sampled_from([16, 64, 100, 2048, 8192]), st.data())
 def test_every_prompt_ends_whatever_the_engine_does(pipeline, budget, data):
     """It drops decisions, schedules less, preempts, decodes, and lets prompts come and go."""
