@@ -18,9 +18,10 @@ behind short prompts and admissions of work A and X tokens, is therefore schedul
 
     ceil((A + w) / (σ·(T − c) − u)) + ceil((X + x) / (σ·budget − alignment)) + 1 steps
 
-(u: work of one alignment unit of the prompt), however long the head is. Any other prompt waits
-at most 1/(1 − σ) times as long as first come, first served would make it. Both hold for the
-first WINDOW prompts in scheduling order; later ones wait to come into it.
+(u: work of one alignment unit of the prompt), however long the head is. The others keep
+1 − σ of each step, so they wait about 1/(1 − σ) times as long as first come, first served would
+make them at most (not proven while T* changes). Both are about the first WINDOW prompts in
+scheduling order; later ones wait to come into it.
 """
 
 from __future__ import annotations
