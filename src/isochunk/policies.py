@@ -53,6 +53,9 @@ class Step(NamedTuple):
     prefills: Sequence[Prefill]
     """All prefill sources, running ones first, in scheduling order."""
     num_decode_tokens: int = 0
+    num_running: int | None = None
+    """How many of ``prefills``, from the first, are running; the others wait to be admitted.
+    None: not known."""
 
 
 class ChunkDecision(NamedTuple):
@@ -69,7 +72,11 @@ class ChunkPolicy(Protocol):
         """Take note of the step's prefills before any is sized."""
 
     def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
-        """Tokens for ``prefill``, in ``1..num_allowed``; ``num_allowed`` ≤ remaining."""
+        """Tokens for ``prefill``, in ``1..num_allowed``; ``num_allowed`` ≤ remaining.
+
+        0 means "not in this step", which vLLM understands: it goes on to the next running
+        request, and admits no further waiting ones. Never 0 for a step's first prefill.
+        """
 
 
 def chunk_alignment(block_size: int) -> int:

@@ -1,0 +1,139 @@
+"""One prompt on a pipeline, all policies: ``python -m bench.simulate_single``.
+
+Every number is a TTFT from the simulator, divided by that of ``ShortestTTFT`` or as named.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import replace
+
+from bench.models import by_attention_share
+from bench.peers import (
+    ALIGNMENT,
+    ASCEND_SMOOTHING,
+    BUDGET,
+    INITIAL_SIZES,
+    SGLANG_SMOOTHING,
+    equal_latency,
+    oracle_ms,
+    quadratic,
+)
+from isochunk.chunk_plan import FIXED_SIZES, plan_chunks
+from isochunk.latency import LatencyModel
+from isochunk.makespan import Pipeline, single_prefill_ms
+from isochunk.pipeline import simulate
+from isochunk.policies import ChunkPolicy, FixedChunk
+from isochunk.shortest_ttft import ShortestTTFT
+from isochunk.workload import ClosedLoop, Request
+
+LENGTHS = (8192, 32768, 131072, 262144, 1048576)
+STAGES = (2, 4, 8, 16)
+SHARES = (0.1, 0.4, 0.7)  # attention's share of a stage's work at 128K
+FIXED_COSTS_MS = (10.0, 100.0)
+PREFIX_SHARES = (0.0, 0.05)
+ERROR = 0.3
+
+
+def ttft_ms(pipeline: Pipeline, policy: ChunkPolicy, num_tokens: int, budget: int) -> float:
+    loop = ClosedLoop([Request(num_tokens)], 1)
+    return simulate(pipeline, policy, loop, budget).requests[0].ttft_ms
+
+
+def wrong(pipeline: Pipeline, factors: tuple[float, ...]) -> Pipeline:
+    """The pipeline as a bad fit sees it: coefficients times ``factors``."""
+    m = pipeline.stages[0]
+    c, g, b, a = factors
+    model = LatencyModel(m.fixed_ms * c, m.prefix_ms * g, m.token_ms * b, m.attention_ms * a)
+    return replace(pipeline, stages=(model,) * pipeline.num_stages)
+
+
+def regret(pipeline: Pipeline, num_tokens: int, factors: tuple[float, ...], best: float) -> float:
+    plan = plan_chunks(wrong(pipeline, factors), 0, num_tokens, BUDGET, ALIGNMENT)
+    return single_prefill_ms(pipeline, 0, plan.ends) / best - 1
+
+
+def error_sets(has_prefix: bool) -> dict[str, list[tuple[float, ...]]]:
+    """Factors on c, γ, b, a: which coefficients are wrong, and how."""
+    low, high = 1 - ERROR, 1 + ERROR
+    used = (0, 1, 2, 3) if has_prefix else (0, 2, 3)
+    single = [
+        tuple(factor if i == index else 1.0 for i in range(4))
+        for index in used
+        for factor in (low, high)
+    ]
+    choices = [(low, high) if i in used else (1.0,) for i in range(4)]
+    return {
+        "work": [(1.0, low, low, low), (1.0, high, high, high)],
+        "one": single,
+        "all": list(itertools.product(*choices)),
+    }
+
+
+def main() -> None:
+    print(f"TTFT of one prompt; fixed sizes {FIXED_SIZES}, ShortestTTFT's budget {BUDGET}.")
+    print("Ratios < 1: ShortestTTFT is faster. Peers at their best initial size of")
+    print(f"{INITIAL_SIZES}. oracle: lower bound on a grid of so many tokens.")
+    print("Regret [%] against the plan from the right coefficients, worst of all cases in which")
+    print("by 30 %: work = b, a and γ are wrong together; one = any one coefficient is wrong; all")
+    print("= every coefficient is wrong, each in any direction.")
+    print(
+        f"{'tokens':>8} {'P':>3} {'att':>4} {'c ms':>5} {'g/b':>5} {'K':>5} {'auto s':>8} "
+        f"{'fixed':>6} {'/fixed':>7} {'/ATOM':>7} {'/SGL':>7} {'/Ascnd':>7} {'/oracle':>8} "
+        f"{'grid':>5} {'work':>5} {'one':>5} {'all':>5}"
+    )
+    columns: dict[str, list[float]] = {}
+    for n, p, share, c, g in itertools.product(
+        LENGTHS, STAGES, SHARES, FIXED_COSTS_MS, PREFIX_SHARES
+    ):
+        pipeline = by_attention_share(p, share, c, g)
+        auto = ShortestTTFT(pipeline, BUDGET, ALIGNMENT)
+        auto_ms = ttft_ms(pipeline, auto, n, BUDGET)
+        fixed_ms, size = min((ttft_ms(pipeline, FixedChunk(), n, f), f) for f in FIXED_SIZES)
+        atom_ms = min(ttft_ms(pipeline, equal_latency(pipeline, i), n, i) for i in INITIAL_SIZES)
+        sglang_ms, ascend_ms = (
+            min(ttft_ms(pipeline, quadratic(pipeline, i, s), n, i) for i in INITIAL_SIZES)
+            for s in (SGLANG_SMOOTHING, ASCEND_SMOOTHING)
+        )
+        best_ms, grid = oracle_ms(pipeline, n)
+        wrongs = {
+            name: max(regret(pipeline, n, factors, auto_ms) for factors in sets)
+            for name, sets in error_sets(g > 0).items()
+        }
+        assert auto.plan is not None
+        row = {
+            "/fixed": auto_ms / fixed_ms,
+            "/ATOM": auto_ms / atom_ms,
+            "/SGLang": auto_ms / sglang_ms,
+            "/Ascend": auto_ms / ascend_ms,
+            "/oracle": auto_ms / best_ms,
+            "regret, work": wrongs["work"],
+            "regret, one": wrongs["one"],
+            "regret, all": wrongs["all"],
+            "one wrong/fixed": (1 + wrongs["one"]) * auto_ms / fixed_ms,
+            "all wrong/fixed": (1 + wrongs["all"]) * auto_ms / fixed_ms,
+            "plan/simulated": auto.plan.makespan_ms / auto_ms,
+        }
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+        print(
+            f"{n:>8} {p:>3} {share:>4} {c:>5.0f} {g:>5} {len(auto.plan.ends):>5} "
+            f"{auto_ms / 1e3:>8.3f} {size:>6} {row['/fixed']:>7.4f} {row['/ATOM']:>7.4f} "
+            f"{row['/SGLang']:>7.4f} {row['/Ascend']:>7.4f} {row['/oracle']:>8.4f} {grid:>5} "
+            f"{100 * wrongs['work']:>5.1f} {100 * wrongs['one']:>5.1f} "
+            f"{100 * wrongs['all']:>5.1f}",
+            flush=True,
+        )
+    print(f"\n{len(columns['/fixed'])} cells {'min':>22} {'median':>8} {'max':>8}")
+    for name, values in columns.items():
+        print(
+            f"{name:>22} {min(values):>12.4f} {statistics.median(values):>8.4f} {max(values):>8.4f}"
+        )
+    for name in ("regret, work", "regret, one", "regret, all"):
+        over = sum(value > 0.03 for value in columns[name])
+        print(f"{name}: over 3 % in {over} of {len(columns[name])} cells")
+
+
+if __name__ == "__main__":
+    main()

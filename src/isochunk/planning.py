@@ -1,0 +1,173 @@
+"""Predictions and advice from stage models: what `isochunk plan` shows.
+
+TTFT and throughput come from the simulator, so they hold as far as the stage models do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from isochunk.chunk_plan import FIXED_SIZES, plan_chunks
+from isochunk.latency import LatencyModel
+from isochunk.makespan import Pipeline
+from isochunk.pipeline import simulate
+from isochunk.policies import ChunkPolicy, EqualLatency, FixedChunk
+from isochunk.shortest_ttft import ShortestTTFT
+from isochunk.timeline import Timeline
+from isochunk.workload import ClosedLoop, Request
+
+REQUESTS_PER_CLIENT = 4
+# A smaller budget that costs no more than this is recommended: it saves activation memory.
+BUDGET_TOLERANCE = 0.01
+DEFAULT_MIN_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy with the token budget that it runs at."""
+
+    name: str
+    max_num_batched_tokens: int
+    policy: ChunkPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a policy is predicted to do with prompts of one length at a concurrency."""
+
+    name: str
+    max_num_batched_tokens: int
+    num_prompt: int
+    concurrency: int
+    ttft_ms: float
+    """Mean over the requests."""
+    prompt_tokens_per_s: float
+    num_steps: int
+
+
+def candidates(
+    pipeline: Pipeline, budget: int, alignment: int, min_chunk: int = DEFAULT_MIN_CHUNK
+) -> list[Candidate]:
+    """Fixed sizes up to the budget, equal latency where it can shrink, and auto."""
+    sizes = sorted({size for size in FIXED_SIZES if size < budget} | {budget})
+    found = [Candidate(f"fixed {size}", size, FixedChunk()) for size in sizes]
+    if min_chunk < budget:
+        equal = EqualLatency(
+            slowest_stage_model(pipeline, budget),
+            budget,
+            smooth_factor=0.75,
+            min_chunk=min_chunk,
+            alignment=alignment,
+        )
+        found.append(Candidate("equal-latency", budget, equal))
+    found.append(Candidate("auto", budget, ShortestTTFT(pipeline, budget, alignment)))
+    return found
+
+
+def slowest_stage_model(pipeline: Pipeline, num_new: int) -> LatencyModel:
+    """The stage that takes longest for ``num_new`` tokens after as many cached ones."""
+    return max(pipeline.stages, key=lambda model: model.predict_ms(num_new, num_new))
+
+
+def run_candidate(
+    pipeline: Pipeline, candidate: Candidate, num_prompt: int, concurrency: int
+) -> Timeline:
+    """A closed loop of equal prompts; one request only at concurrency 1."""
+    count = 1 if concurrency == 1 else REQUESTS_PER_CLIENT * concurrency
+    loop = ClosedLoop([Request(num_prompt)] * count, concurrency)
+    return simulate(pipeline, candidate.policy, loop, candidate.max_num_batched_tokens)
+
+
+def predict(
+    pipeline: Pipeline,
+    num_prompts: Sequence[int],
+    concurrencies: Sequence[int],
+    budget: int,
+    alignment: int,
+) -> Iterator[Prediction]:
+    """Predictions one by one (a long sweep may show progress): by length, concurrency, policy."""
+    for num_prompt in num_prompts:
+        for concurrency in concurrencies:
+            for candidate in candidates(pipeline, budget, alignment):
+                timeline = run_candidate(pipeline, candidate, num_prompt, concurrency)
+                yield Prediction(
+                    candidate.name,
+                    candidate.max_num_batched_tokens,
+                    num_prompt,
+                    concurrency,
+                    timeline.mean_ttft_ms,
+                    timeline.prompt_tokens_per_s,
+                    len(timeline.batches),
+                )
+
+
+def recommend_budget(
+    pipeline: Pipeline, num_prompts: Sequence[int], max_budget: int, alignment: int
+) -> int:
+    """The smallest ``max_num_batched_tokens`` that costs no prompt more than 1 % of its TTFT.
+
+    TTFT is that of ``auto``, which never needs the whole budget; a smaller one saves
+    activation memory.
+    """
+
+    def ttfts(budget: int) -> list[float]:
+        return [plan_chunks(pipeline, 0, n, budget, alignment).makespan_ms for n in num_prompts]
+
+    sizes = sorted({size for size in FIXED_SIZES if size < max_budget} | {max_budget})
+    best = ttfts(max_budget)
+    for size in sizes:
+        pairs = zip(ttfts(size), best, strict=True)
+        if all(ttft <= (1 + BUDGET_TOLERANCE) * least for ttft, least in pairs):
+            return size
+    return max_budget
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionAdvice:
+    """Layers by stage that even out the stages, and the slowest stage's time before and after."""
+
+    layers: tuple[int, ...]
+    slowest_ms: float
+    advised: tuple[int, ...]
+    advised_slowest_ms: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the advised partition is faster by more than 1 %."""
+        return self.advised_slowest_ms < 0.99 * self.slowest_ms
+
+
+def advise_partition(
+    stages: Sequence[LatencyModel], layers: Sequence[int], num_cached: int, num_new: int
+) -> PartitionAdvice:
+    """Move layers between stages so that the slowest one gets faster.
+
+    One partition can't tell a stage's layers from what else it does (embedding, lm_head), so a
+    layer is taken to cost what it costs on the stage that is cheapest per layer, and the rest
+    of a stage's time stays with that stage. Ties give a later stage the extra layer: a chunk
+    then reaches the last stage sooner (61 layers on 4 equal stages: 15,15,15,16).
+
+    Args:
+        stages: models by stage.
+        layers: current layers by stage.
+        num_cached: prefix [tokens] of the chunk that is evened out.
+        num_new: its size [tokens].
+    """
+    if len(layers) != len(stages) or min(layers) < 1:
+        raise ValueError(
+            f"layers={tuple(layers)} must be >= 1 each and {len(stages)} in number, one a stage"
+        )
+    times = [model.predict_ms(num_cached, num_new) for model in stages]
+    layer_ms = min(time / count for time, count in zip(times, layers, strict=True))
+    extras = [time - count * layer_ms for time, count in zip(times, layers, strict=True)]
+    advised = [1] * len(stages)
+    for _ in range(sum(layers) - len(stages)):
+        after = [
+            (extra + (count + 1) * layer_ms, -stage)
+            for stage, (extra, count) in enumerate(zip(extras, advised, strict=True))
+        ]
+        # Rounding must not decide between equal stages.
+        advised[-min((round(time, 9), stage) for time, stage in after)[1]] += 1
+    slowest = max(e + n * layer_ms for e, n in zip(extras, advised, strict=True))
+    return PartitionAdvice(tuple(layers), max(times), tuple(advised), slowest)

@@ -1,0 +1,131 @@
+"""The policy "auto": chunks for the shortest TTFT, with nothing to tune.
+
+*A sole prefill* follows a plan of minimal predicted makespan (:mod:`isochunk.chunk_plan`),
+made once per prompt: re-planning at every chunk would see ever less work left and shrink the
+chunks as the prompt drains.
+
+*Several prefills* fill each other's bubbles, so only the step time matters: the steps are packed
+to a target time (:mod:`isochunk.step_packing`, which also states the starvation bound).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from isochunk.chunk_plan import ChunkPlan, plan_chunks
+from isochunk.latency import LatencyModel
+from isochunk.makespan import Pipeline
+from isochunk.policies import ChunkDecision, ChunkReason, Prefill, Step
+from isochunk.step_packing import StepPacker
+
+# A chunk off the plan (the engine scheduled less than asked) may take this much longer than
+# the plan's longest to get back on it.
+OFF_PLAN_TOLERANCE = 1.05
+
+
+class ShortestTTFT:
+    """Plans a sole prefill, packs several by time.
+
+    Args:
+        pipeline: fitted stages, transfers between them, batches in flight.
+        max_num_batched_tokens: the engine's token budget of a step.
+        alignment: chunk ends are multiples of this [tokens], a prompt's last one aside.
+    """
+
+    def __init__(self, pipeline: Pipeline, max_num_batched_tokens: int, alignment: int) -> None:
+        if max_num_batched_tokens < 1 or alignment < 1:
+            raise ValueError(
+                f"max_num_batched_tokens={max_num_batched_tokens} and "
+                f"alignment={alignment} must be >= 1"
+            )
+        self.pipeline = pipeline
+        self.budget = max_num_batched_tokens
+        self.alignment = alignment
+        self.plan: ChunkPlan | None = None
+        """The sole prefill's plan; None while there are several."""
+        self._plan_key: tuple[str, int, int] = ("", 0, 0)
+        self._packer = StepPacker(pipeline, max_num_batched_tokens, alignment)
+        self._last_cached = 0
+        self._is_sole = True
+
+    @property
+    def target_ms(self) -> float:
+        """Target time of a step on its slowest stage."""
+        return self.plan.target_ms if self.plan is not None else self._packer.target_ms
+
+    def begin_step(self, step: Step) -> None:
+        """Plan the step if it has several prefills."""
+        self._is_sole = len(step.prefills) < 2
+        if not self._is_sole:
+            self.plan = None
+            self._packer.begin_step(step)
+
+    def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
+        """The plan's next chunk, or this prefill's share of the step."""
+        if num_allowed < 1 or prefill.num_remaining < 1:
+            return ChunkDecision(max(num_allowed, 0), ChunkReason.UNREACHABLE)
+        if not self._is_sole:
+            if not math.isfinite(self._packer.target_ms):
+                return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
+            return ChunkDecision(self._packer.size(prefill, num_allowed), ChunkReason.MODEL)
+        plan = self._plan_for(prefill, num_allowed)
+        if plan is None:
+            return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
+        return ChunkDecision(self._next_chunk(plan, prefill, num_allowed), ChunkReason.MODEL)
+
+    def _plan_for(self, prefill: Prefill, num_allowed: int) -> ChunkPlan | None:
+        """The cached plan, or a new one: other prompt, preempted, or less budget than planned."""
+        plan, (request_id, total, budget) = self.plan, self._plan_key
+        cached = prefill.num_cached
+        is_same = (
+            plan is not None
+            and request_id == prefill.request_id
+            and total == cached + prefill.num_remaining
+            and self._last_cached <= cached
+        )
+        if not is_same:
+            budget = self.budget
+        if num_allowed < min(budget, prefill.num_remaining) and (
+            not is_same or plan is None or self._planned_end(plan, cached) - cached > num_allowed
+        ):
+            # Decode tokens take a part of the budget; keep the smaller one for this prompt.
+            budget, is_same = max(num_allowed - num_allowed % self.alignment, 1), False
+        self._last_cached = cached
+        if is_same:
+            return plan
+        # All chunks together on all stages: an upper bound of everything that is computed.
+        stages = self.pipeline.stages
+        worst_ms = sum(model.predict_ms(cached, prefill.num_remaining) for model in stages)
+        if not math.isfinite(worst_ms * prefill.num_remaining):
+            self.plan = None
+            return None
+        planned = plan_chunks(self.pipeline, cached, prefill.num_remaining, budget, self.alignment)
+        self.plan = planned
+        self._plan_key = (prefill.request_id, cached + prefill.num_remaining, budget)
+        return planned
+
+    @staticmethod
+    def _planned_end(plan: ChunkPlan, cached: int) -> int:
+        return plan.ends[min(bisect_right(plan.ends, cached), len(plan.ends) - 1)]
+
+    def _next_chunk(self, plan: ChunkPlan, prefill: Prefill, num_allowed: int) -> int:
+        cached = prefill.num_cached
+        index = bisect_right(plan.ends, cached)
+        start = plan.ends[index - 1] if index else plan.num_cached
+        end = plan.ends[min(index, len(plan.ends) - 1)]
+        if start != cached:  # off the plan: merge a rest into the next chunk where that is quick
+            for later in plan.ends[index + 1 :]:
+                time_ms = _slowest_ms(self.pipeline.stages, cached, later - cached)
+                if time_ms > plan.target_ms * OFF_PLAN_TOLERANCE or later - cached > num_allowed:
+                    break
+                end = later
+        if end - cached <= num_allowed:
+            return end - cached
+        down = (cached + num_allowed) // self.alignment * self.alignment - cached
+        return down if down > 0 else num_allowed
+
+
+def _slowest_ms(stages: Sequence[LatencyModel], num_cached: int, num_new: int) -> float:
+    return max(model.predict_ms(num_cached, num_new) for model in stages)

@@ -1,0 +1,132 @@
+"""Requests for the simulator: a closed loop, Poisson arrivals, or a trace file."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+
+class WorkloadError(ValueError):
+    """A trace or an arrival is wrong; the message names file, line and field."""
+
+
+class Request(NamedTuple):
+    """A prompt and what is asked of it. Numbers are tokens."""
+
+    num_prompt: int
+    num_cached: int = 0
+    """Prefix-cache hit."""
+    num_output: int = 1
+
+
+class Arrival(NamedTuple):
+    """A request and the time [ms] at which it comes."""
+
+    time_ms: float
+    request: Request
+
+
+class Workload(Protocol):
+    """Where the simulator's requests come from."""
+
+    def initial(self) -> Iterable[Arrival]:
+        """Arrivals that don't depend on the simulation."""
+
+    def on_finish(self, time_ms: float) -> Arrival | None:
+        """A request has finished: what comes next because of it, if anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests that come whatever the server does."""
+
+    arrivals: tuple[Arrival, ...]
+
+    def initial(self) -> Iterable[Arrival]:
+        """All of them."""
+        return self.arrivals
+
+    def on_finish(self, time_ms: float) -> Arrival | None:
+        """Nothing."""
+        return None
+
+
+class ClosedLoop:
+    """``concurrency`` clients that each send the next request when theirs has finished."""
+
+    def __init__(self, requests: Sequence[Request], concurrency: int) -> None:
+        if concurrency < 1:
+            raise WorkloadError(f"concurrency={concurrency} must be >= 1")
+        self.requests = tuple(requests)
+        self.concurrency = concurrency
+        self._next = 0
+
+    def initial(self) -> Iterable[Arrival]:
+        """The first ``concurrency`` requests, at time 0; starts over."""
+        self._next = min(self.concurrency, len(self.requests))
+        return [Arrival(0.0, request) for request in self.requests[: self._next]]
+
+    def on_finish(self, time_ms: float) -> Arrival | None:
+        """The next request, at once."""
+        if self._next >= len(self.requests):
+            return None
+        self._next += 1
+        return Arrival(time_ms, self.requests[self._next - 1])
+
+
+def poisson(requests: Sequence[Request], rate_per_s: float, seed: int) -> OpenLoop:
+    """Poisson arrivals at ``rate_per_s`` requests a second."""
+    if not rate_per_s > 0:
+        raise WorkloadError(f"rate_per_s={rate_per_s} must be > 0")
+    rng = random.Random(seed)
+    time_ms = 0.0
+    arrivals = []
+    for request in requests:
+        time_ms += rng.expovariate(rate_per_s) * 1000.0
+        arrivals.append(Arrival(time_ms, request))
+    return OpenLoop(tuple(arrivals))
+
+
+TRACE_FIELDS = ("timestamp", "prompt_tokens", "cached_tokens")
+
+
+def read_trace(path: Path, num_output: int = 1) -> OpenLoop:
+    """Arrivals from a CSV file with the columns timestamp [s], prompt_tokens, cached_tokens.
+
+    Raises:
+        WorkloadError: a column is missing, or a value isn't a number in its range.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in TRACE_FIELDS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise WorkloadError(
+                f"{path}: column {', '.join(missing)} is missing; expected {','.join(TRACE_FIELDS)}"
+            )
+        arrivals = [_arrival(f"{path}:{reader.line_num}", row, num_output) for row in reader]
+    return OpenLoop(tuple(sorted(arrivals, key=lambda arrival: arrival.time_ms)))
+
+
+def _arrival(place: str, row: dict[str, str], num_output: int) -> Arrival:
+    timestamp, prompt, cached = (_number(place, name, row[name]) for name in TRACE_FIELDS)
+    if prompt < 1 or cached > prompt:
+        raise WorkloadError(
+            f"{place}: prompt_tokens={prompt:g}, cached_tokens={cached:g} must satisfy "
+            "1 <= prompt_tokens and cached_tokens <= prompt_tokens"
+        )
+    return Arrival(timestamp * 1000.0, Request(int(prompt), int(cached), num_output))
+
+
+def _number(place: str, name: str, text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise WorkloadError(f"{place}: {name}={text!r} is not a number >= 0")
+    return value
