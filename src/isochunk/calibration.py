@@ -35,6 +35,8 @@ from isochunk.policies import (
 MAX_SWEEP_SIZES = 24
 SWEEP_REPEATS = 2
 """Timed forwards per sweep size (the best counts), after one warm-up forward in all."""
+PROBE_DIVISOR = 4
+"""The small probe is the budget divided by this (ATOM's guide)."""
 # Deepest useful chunk must be at least this much smaller than the initial one.
 MIN_USEFUL_SHRINK = 0.10
 # Order of the two probe sizes (0 = the large one) in successive requests: the sizes meet
@@ -61,10 +63,12 @@ def plan_sweep(max_tokens: int, alignment: int) -> tuple[int, ...]:
     return (*sorted(s for s in sizes if s < max_tokens), max_tokens)
 
 
-def plan_probes(budget: int, min_chunk: int, alignment: int) -> tuple[int, ...]:
+def plan_probes(
+    budget: int, min_chunk: int, alignment: int, divisor: int = PROBE_DIVISOR
+) -> tuple[int, ...]:
     """The two chunk sizes [tokens] to alternate, largest first; empty if they coincide."""
     large = budget - budget % alignment
-    small = max(budget // 4, min_chunk)
+    small = max(budget // divisor, min_chunk)
     small += -small % alignment
     return (large, small) if 0 < small < large else ()
 
@@ -89,6 +93,8 @@ class Calibrator:
         num_stages: pipeline stages that report timings.
         max_model_len: longest context [tokens]; where the useful shrink is judged.
         max_samples: runtime samples per stage at most, then the calibration gives up.
+        probe_divisor: the small probe is the budget divided by this.
+        needs_shrink: give up if equal-latency chunks would hardly shrink.
     """
 
     budget: int
@@ -97,6 +103,8 @@ class Calibrator:
     num_stages: int
     max_model_len: int
     max_samples: int = 30
+    probe_divisor: int = PROBE_DIVISOR
+    needs_shrink: bool = True
     phase: CalibrationPhase = CalibrationPhase.SWEEPING
     reason: str = ""
     reports: list[FitReport] = field(default_factory=list)
@@ -106,7 +114,7 @@ class Calibrator:
     """Times between the end of a timed forward and the start of the next, on any stage."""
 
     def __post_init__(self) -> None:
-        self._probes = plan_probes(self.budget, self.min_chunk, self.alignment)
+        self._probes = plan_probes(self.budget, self.min_chunk, self.alignment, self.probe_divisor)
         self._window = SolePrefillWindow()
         self._request_id = ""
         self._pattern: tuple[int, ...] = PROBE_PATTERNS[0]
@@ -219,7 +227,7 @@ class Calibrator:
         if not refused:
             models = [report.model for report in self.reports if report.model is not None]
             shrink = useful_shrink(models, self.budget, self.max_model_len)
-            if shrink >= MIN_USEFUL_SHRINK:
+            if shrink >= MIN_USEFUL_SHRINK or not self.needs_shrink:
                 self.phase = CalibrationPhase.INSTALLED
             else:
                 self.give_up(

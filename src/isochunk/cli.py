@@ -57,6 +57,12 @@ def serve(context: typer.Context) -> None:
     serve_vllm(context.args)
 
 
+if find_spec("plotly") is not None:
+    from isochunk.plan_cli import plan
+
+    app.command()(plan)
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for models, logs and the page.")] = Path(

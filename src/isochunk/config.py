@@ -9,7 +9,7 @@ settings win over vLLM-Ascend's, those over the environment, that over the defau
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,6 +27,8 @@ ASCEND_NAMES = {
 }
 # A default that differs from ours: keeps the meaning of an existing command line.
 ASCEND_DEFAULTS = {"smooth_factor": 1.0}
+# Settings of the equal-latency rule: whoever gives one asks for that rule.
+EQUAL_LATENCY_SETTINGS = ("smooth_factor", "min_chunk_size")
 
 
 class ConfigError(ValueError):
@@ -39,6 +41,9 @@ class DynamicChunkingConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = Field(False, description="true or false")
+    policy: Literal["auto", "equal-latency", "fixed"] = Field(
+        "auto", description="auto, equal-latency or fixed"
+    )
     smooth_factor: float = Field(
         0.75,
         ge=0,
@@ -58,6 +63,11 @@ class DynamicChunkingConfig(BaseModel):
     allow_request_override: bool = Field(False, description="true or false")
     trace_file: str | None = Field(None, description="a path, or nothing")
 
+    def is_min_chunk_too_large(self, max_num_batched_tokens: int) -> bool:
+        """Whether the equal-latency rule has no chunk between its minimum and the budget."""
+        is_used = self.policy == "equal-latency"
+        return is_used and self.min_chunk_size >= max_num_batched_tokens
+
     def explain_min_chunk(self, max_num_batched_tokens: int) -> str:
         """Why a minimum chunk that isn't below the budget [tokens] leaves nothing to size."""
         return (
@@ -73,6 +83,7 @@ def resolve_config(
 ) -> DynamicChunkingConfig:
     """Settings from vLLM's ``additional_config`` and the environment.
 
+    The policy is "auto" unless named, or unless a setting of the equal-latency rule is given.
     With the feature off nothing else is validated: a stale variable or key must not keep a
     server from starting.
 
@@ -92,6 +103,8 @@ def resolve_config(
     if SMOOTH_FACTOR_ENV in env and "smooth_factor" not in values:
         values["smooth_factor"] = env[SMOOTH_FACTOR_ENV]
         names["smooth_factor"] = f"environment variable {SMOOTH_FACTOR_ENV}"
+    if source == "ascend" or any(name in values for name in EQUAL_LATENCY_SETTINGS):
+        values.setdefault("policy", "equal-latency")
     if source == "ascend":
         values = ASCEND_DEFAULTS | values
     names |= own_names or {}

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
+from isochunk.calibration import PROBE_DIVISOR, CalibrationPhase, Calibrator, slowest_stage
 from isochunk.config import DynamicChunkingConfig
 from isochunk.fitting import ChunkSample
 from isochunk.latency import LatencyModel
+from isochunk.makespan import Pipeline
 from isochunk.policies import (
     ChunkDecision,
     ChunkPolicy,
@@ -24,9 +26,12 @@ from isochunk.policies import (
     Prefill,
     Step,
 )
+from isochunk.shortest_ttft import ShortestTTFT
 from isochunk.timings import Piece, TimedBatch, Timing, TimingLedger, TraceFile
 
 logger = logging.getLogger(__name__)
+
+AUTO_PROBE_DIVISOR = 8
 
 
 class ChunkController:
@@ -51,13 +56,18 @@ class ChunkController:
     ) -> None:
         self.settings = settings
         self.alignment = alignment
+        is_equal_latency = settings.policy == "equal-latency"
         self.calibrator = Calibrator(
             budget=max_num_batched_tokens,
-            min_chunk=settings.min_chunk_size,
+            # Only the equal-latency rule has a minimum chunk. The others may go far below a
+            # quarter of the budget, so the model has to be right there.
+            min_chunk=settings.min_chunk_size if is_equal_latency else alignment,
             alignment=alignment,
             num_stages=num_stages,
             max_model_len=max_model_len,
             max_samples=settings.max_calibration_samples,
+            probe_divisor=PROBE_DIVISOR if is_equal_latency else AUTO_PROBE_DIVISOR,
+            needs_shrink=is_equal_latency,
         )
         self.policy: ChunkPolicy = self.calibrator
         self.counts: Counter[ChunkReason] = Counter()
@@ -65,6 +75,8 @@ class ChunkController:
         self._trace = TraceFile(settings.trace_file) if settings.trace_file else None
         self._decisions: dict[str, tuple[Prefill, ChunkDecision]] = {}
         self._switched = False
+        if settings.policy == "fixed":
+            self.calibrator.give_up("policy=fixed asks for them")
         self._switch_if_final()
 
     @property
@@ -109,7 +121,7 @@ class ChunkController:
         self.policy.begin_step(step)
 
     def size(self, prefill: Prefill, num_allowed: int, override: ChunkPolicy | None = None) -> int:
-        """Tokens for this prefill in this step, in ``1..num_allowed``.
+        """Tokens for this prefill in this step, in ``0..num_allowed``; 0: not in this step.
 
         ``override`` sizes it instead of the policy in force.
         """
@@ -177,26 +189,46 @@ class ChunkController:
             self.policy = FixedChunk()
             logger.warning("Dynamic chunking keeps fixed chunks: %s", self.calibrator.reason)
             return
-        budget = self.calibrator.budget
-        deepest = max(self.calibrator.max_model_len - budget, 0)
-        bottleneck = slowest_stage(self.models, deepest // 2, budget)
-        self.policy = EqualLatency(
-            self.models[bottleneck],
-            budget,
-            smooth_factor=self.settings.smooth_factor,
-            min_chunk=self.settings.min_chunk_size,
-            alignment=self.alignment,
-        )
+        self.policy = self.make_policy(self.settings.policy)
         if self._trace is not None:
             self._trace.write_models(self.models)
         for stage, report in enumerate(self.calibrator.reports):
             logger.info(
-                "Dynamic chunking latency model installed: stage %d of %d%s: %s",
+                "Dynamic chunking latency model installed: stage %d of %d%s, policy %s: %s",
                 stage,
                 len(self.models),
-                " (the slowest, it sizes the chunks)" if stage == bottleneck else "",
+                " (the slowest)" if stage == self.bottleneck else "",
+                self.settings.policy,
                 report,
             )
+
+    @property
+    def bottleneck(self) -> int:
+        """The slowest stage, for a full chunk half-way into the longest context."""
+        budget = self.calibrator.budget
+        deepest = max(self.calibrator.max_model_len - budget, 0)
+        return slowest_stage(self.models, deepest // 2, budget)
+
+    def make_policy(self, name: str) -> ChunkPolicy:
+        """A policy from the installed models (needed unless it is "fixed")."""
+        budget = self.calibrator.budget
+        if name == "fixed":
+            return FixedChunk()
+        if name == "equal-latency":
+            return EqualLatency(
+                self.models[self.bottleneck],
+                budget,
+                smooth_factor=self.settings.smooth_factor,
+                min_chunk=self.settings.min_chunk_size,
+                alignment=self.alignment,
+            )
+        return ShortestTTFT(self.pipeline, budget, self.alignment)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The installed models, with what the engine itself costs per step and stage."""
+        overhead_ms = self.calibrator.step_overhead_ms
+        return Pipeline(tuple(replace(m, fixed_ms=m.fixed_ms + overhead_ms) for m in self.models))
 
 
 def _is_sample(pieces: Sequence[Piece], num_requests: int) -> bool:

@@ -11,6 +11,7 @@ from isochunk.config import OWN_KEY, DynamicChunkingConfig, resolve_config
 _PREFIX = "dynamic_chunking_"
 # Settings with a flag of their name, and the flag's metavar. None: "not given".
 _VALUES = {
+    "policy": "NAME",
     "smooth_factor": "F",
     "min_chunk_size": "TOKENS",
     "max_calibration_samples": "N",

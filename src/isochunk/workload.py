@@ -95,7 +95,7 @@ def poisson(requests: Sequence[Request], rate_per_s: float, seed: int) -> OpenLo
 TRACE_FIELDS = ("timestamp", "prompt_tokens", "cached_tokens")
 
 
-def read_trace(path: Path, num_output: int = 1) -> OpenLoop:
+def read_arrivals(path: Path, num_output: int = 1) -> OpenLoop:
     """Arrivals from a CSV file with the columns timestamp [s], prompt_tokens, cached_tokens.
 
     Raises:

@@ -125,7 +125,8 @@ def make_engine(toy: Path) -> Callable[..., Any]:
     def make(settings: dict[str, Any] | None = None, **kwargs: Any) -> Iterator[Engine]:
         from vllm import LLM
 
-        own = {"enabled": True, "smooth_factor": 1.0, "min_chunk_size": 128}
+        own = {"enabled": True, "policy": "equal-latency", "smooth_factor": 1.0}
+        own |= {"min_chunk_size": 128}
         own |= {"allow_request_override": True} | (settings or {})
         options = {
             "model": str(toy),

@@ -43,6 +43,7 @@ def vllm_log(caplog: pytest.LogCaptureFixture) -> Any:
             {},
             "min_chunk_size=1024 is not below max_num_batched_tokens=1024",
         ),
+        ({"policy": "fixed"}, {}, "policy=fixed asks for them"),
     ],
 )
 def test_keeps_fixed_chunks_and_says_why(
@@ -79,4 +80,4 @@ def test_uneven_partition_shows_in_the_stage_models(
         assert engine.controller.policy.model == large
         installed = [m for m in vllm_log.about_chunking() if "installed" in m]
         assert len(installed) == 2
-        assert "stage 0 of 2 (the slowest" in installed[0]
+        assert "stage 0 of 2 (the slowest)" in installed[0]

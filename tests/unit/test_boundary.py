@@ -9,7 +9,7 @@ import isochunk
 
 PACKAGE = Path(isochunk.__file__).parent
 # Around the core: the command line, pictures and metrics. Engines live in subpackages.
-NOT_CORE = {"cli", "report", "metrics", "plan_cli"}
+NOT_CORE = {"cli", "report", "metrics", "plan_cli", "plan_html"}
 ALLOWED = {"numpy", "scipy", "pydantic", "isochunk"} | sys.stdlib_module_names
 
 

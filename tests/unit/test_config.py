@@ -18,7 +18,32 @@ def test_off_by_default() -> None:
 
 def test_own_spelling_and_defaults() -> None:
     config = resolve_config({"isochunk": {"enabled": True, "smooth_factor": 0.6}}, {})
-    assert config == DynamicChunkingConfig(enabled=True, smooth_factor=0.6, min_chunk_size=4096)
+    assert config == DynamicChunkingConfig(
+        enabled=True, policy="equal-latency", smooth_factor=0.6, min_chunk_size=4096
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "env", "policy"),
+    [
+        ({}, {}, "auto"),
+        ({"max_calibration_samples": 40}, {}, "auto"),
+        ({"smooth_factor": 0.7}, {}, "equal-latency"),
+        ({"min_chunk_size": 512}, {}, "equal-latency"),
+        ({}, {SMOOTH_FACTOR_ENV: "0.7"}, "equal-latency"),
+        ({"smooth_factor": 0.7, "policy": "auto"}, {}, "auto"),
+        ({"policy": "fixed"}, {}, "fixed"),
+    ],
+)
+def test_settings_of_the_equal_latency_rule_choose_it(
+    section: dict, env: dict, policy: str
+) -> None:
+    assert resolve_config({"isochunk": {"enabled": True, **section}}, env).policy == policy
+
+
+def test_unknown_policy_names_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"policy='best'.*auto, equal-latency or fixed"):
+        resolve_config({"isochunk": {"enabled": True, "policy": "best"}}, {})
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -34,6 +59,7 @@ def test_ascend_spelling_means_the_same(nested: bool) -> None:
     config = resolve_config({"scheduler_config": additional} if nested else additional, {})
     assert config == DynamicChunkingConfig(
         enabled=True,
+        policy="equal-latency",
         smooth_factor=0.8,
         min_chunk_size=2048,
         runtime_calibration=False,

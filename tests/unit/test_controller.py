@@ -10,13 +10,15 @@ from isochunk.config import DynamicChunkingConfig
 from isochunk.controller import ChunkController
 from isochunk.latency import LatencyModel
 from isochunk.policies import ChunkReason, EqualLatency, FixedChunk, Prefill, Step
+from isochunk.shortest_ttft import ShortestTTFT
 from isochunk.timings import Timing, read_trace
 
 STAGES = (LatencyModel(10.0, 0.001, 0.06, 2e-5), LatencyModel(12.0, 0.001, 0.07, 2.4e-5))
 
 
 def controller(**changes: object) -> ChunkController:
-    settings = DynamicChunkingConfig(enabled=True, min_chunk_size=512, **changes)  # type: ignore[arg-type]
+    values = {"enabled": True, "policy": "equal-latency", "min_chunk_size": 512} | changes
+    settings = DynamicChunkingConfig(**values)
     made = ChunkController(
         settings, max_num_batched_tokens=4096, alignment=64, num_stages=2, max_model_len=32768
     )
@@ -69,7 +71,7 @@ def test_calibrates_installs_once_and_stops_timing(caplog: pytest.LogCaptureFixt
     assert chunks[1] < 2500
     installed = [r for r in caplog.records if "latency model installed" in r.message]
     assert len(installed) == 2  # one line per stage, once
-    assert "stage 1 of 2 (the slowest, it sizes the chunks)" in caplog.text
+    assert "stage 1 of 2 (the slowest), policy equal-latency" in caplog.text
     assert made.counts[ChunkReason.MODEL] == before + len(chunks)
     assert made.counts[ChunkReason.CALIBRATION] == sampled == len(made.calibrator.samples[0])
 
@@ -116,7 +118,7 @@ def test_override_counts_as_fixed_and_is_not_sampled() -> None:
 
 
 def test_giving_up_warns_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    settings = DynamicChunkingConfig(enabled=True, min_chunk_size=512)
+    settings = DynamicChunkingConfig(enabled=True, policy="equal-latency", min_chunk_size=512)
     made = ChunkController(
         settings, max_num_batched_tokens=4096, alignment=64, num_stages=2, max_model_len=32768
     )
@@ -145,3 +147,40 @@ def test_trace_has_a_line_per_batch_and_stage(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[0])["predicted_ms"] is None
     assert [line["stage"] for line in read_trace(path, "model")] == [0, 1]
     assert read_trace(path, "model")[1]["token_ms"] == made.models[1].token_ms
+
+
+def test_auto_policy_plans_with_the_engine_overhead_and_has_no_minimum_chunk() -> None:
+    made = controller(policy="auto")
+    for name in ("a", "b", "c", "d"):
+        run_prompt(made, name)
+    assert isinstance(made.policy, ShortestTTFT)
+    assert made.calibrator.min_chunk == made.alignment
+    made.calibrator.gaps_ms[:] = [15.0] * 10
+    for stage, model in zip(made.pipeline.stages, made.models, strict=True):
+        assert stage.fixed_ms == pytest.approx(model.fixed_ms + 15.0)
+        assert stage.token_ms == model.token_ms
+    chunks = run_prompt(made, "e")
+    assert sum(chunks) == 16384
+    assert max(chunks) < 4096  # shorter chunks fill the pipeline sooner
+
+
+def test_zero_tokens_of_a_policy_count_nowhere() -> None:
+    """ "Not in this step" is a valid answer while other prefills fill the step."""
+    made = controller(policy="auto")
+    for name in ("a", "b", "c", "d"):
+        run_prompt(made, name)
+    before = made.counts.total()
+    crowd = [Prefill(f"r{i}", 0, 16384) for i in range(12)]
+    made.begin_step(Step(crowd, 0, len(crowd)))
+    sizes = {p.request_id: made.size(p, 4096) for p in crowd}
+    assert sizes["r0"] > 0
+    assert 0 in sizes.values()
+    made.end_step({name: size for name, size in sizes.items() if size})
+    assert made.counts.total() - before == sum(size > 0 for size in sizes.values())
+
+
+def test_fixed_policy_never_calibrates() -> None:
+    made = controller(policy="fixed")
+    assert made.is_fixed_for_good
+    assert run_prompt(made, "x") == [4096] * 4
+    assert not made.needs_timing

@@ -16,7 +16,7 @@ from isochunk.workload import (
     Request,
     WorkloadError,
     poisson,
-    read_trace,
+    read_arrivals,
 )
 
 PER_TOKEN = LatencyModel(0.0, 0.0, 1.0, 0.0)  # 1 ms a token
@@ -173,7 +173,7 @@ def test_poisson_is_seeded_and_has_about_its_rate():
 def test_trace_file(tmp_path: Path):
     path = tmp_path / "trace.csv"
     path.write_text("timestamp,prompt_tokens,cached_tokens\n1.5,100,64\n0.5,10,0\n")
-    assert read_trace(path).arrivals == (
+    assert read_arrivals(path).arrivals == (
         Arrival(500.0, Request(10, 0)),
         Arrival(1500.0, Request(100, 64)),
     )
@@ -192,7 +192,7 @@ def test_bad_trace_names_line_and_field(tmp_path: Path, text, message):
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(WorkloadError, match=message):
-        read_trace(path)
+        read_arrivals(path)
 
 
 def test_percentile_is_of_short_prompts_only_where_asked():

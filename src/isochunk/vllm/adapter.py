@@ -75,6 +75,8 @@ class Adapter:
         if not self.controller.calibrator.is_final:
             sizes = plan_sweep(budget, alignment)
             self.controller.add_sweep(executor.collective_rpc(worker.sweep, args=(sizes,)))
+        else:
+            warm_up_cpu_pipeline(scheduler)
         self._stop_timing_if_done()
 
     @property
@@ -92,13 +94,15 @@ class Adapter:
         # A decode has at most one token to compute. Requests that cannot start yet (waiting
         # for remote KV, a grammar, …) are in deferred_waiting.
         sources = [r for r in s.running if r.num_tokens - r.num_computed_tokens > 1]
+        num_running = len(sources)
+        num_decodes = sum(r.num_tokens - r.num_computed_tokens == 1 for r in s.running)
         for queue in (s.kv_holding_waiting, s.waiting):
             sources += [r for r in queue if r not in s.deferred_waiting]
         prefills = [
             Prefill(r.request_id, r.num_computed_tokens, r.num_tokens - r.num_computed_tokens)
             for r in sources
         ]
-        self.controller.begin_step(Step(prefills))
+        self.controller.begin_step(Step(prefills, num_decodes, num_running))
 
     def size(self, request: Any, num_computed: int, num_allowed: int) -> int:
         """Tokens for this request in this step; decodes get what vLLM allows."""

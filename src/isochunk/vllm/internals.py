@@ -41,7 +41,7 @@ def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig, executor: A
             getattr(scheduler, "need_mamba_block_aligned_split", False),
             "this model's state cache dictates where chunks end (hybrid/Mamba model)",
         ),
-        (settings.min_chunk_size >= budget, settings.explain_min_chunk(budget)),
+        (settings.is_min_chunk_too_large(budget), settings.explain_min_chunk(budget)),
         (
             not settings.runtime_calibration,
             "runtime calibration is off (need_timing=false), and the startup sweep, being "

@@ -41,8 +41,8 @@ class DynamicChunkingMixin:
         if self._adapter is None or allowed <= 1:
             return allowed
         wanted = self._adapter.size(request, num_computed_tokens, allowed)
-        if wanted >= allowed:
-            return allowed
+        if not 0 < wanted < allowed:
+            return min(wanted, allowed)  # 0: not in this step
         return clamp(request, num_computed_tokens, wanted) or allowed
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ def serve(argv: list[str]) -> None:
         args.scheduler_cls = SCHEDULER_CLS
         args.additional_config = additional
         budget = args.max_num_batched_tokens
-        if budget is not None and settings.min_chunk_size >= budget:
+        if budget is not None and settings.is_min_chunk_too_large(budget):
             # The engine keeps fixed chunks and says so; say it before weights are loaded too.
             logger.warning(settings.explain_min_chunk(budget))
     command.validate(args)
