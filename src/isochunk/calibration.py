@@ -2,75 +2,48 @@
 
 A state machine without clocks, threads or an engine::
 
-    SWEEPING --add_sweep()--> PROBING --finish_prefill()--> INSTALLED
-        \\                        \\--------------------------> GIVEN_UP
-         \\--give_up()-----------------------------------------^
+    SWEEPING --> PROBING <--> CONFIRMING --> INSTALLED
+        \\__________\\_____________\\_______> GIVEN_UP
 
 The rules are those of ATOM's guide: an attention-free startup sweep for b and c; then chunk
-sizes that alternate between the budget and a quarter of it during the first single-prefill
+sizes that alternate between the budget and fractions of it during the first single-prefill
 requests; samples reduced by median per shape; residual, conditioning and uncertainty checks;
-the model is installed once.
+the model is installed once. One step is added: a fit that passes first sizes one prompt, whose
+timings join the samples, because alternating sizes disturb each other (a small chunk after a
+huge one finds cold caches) and because the chunks that matter are those that will be used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-
-import numpy as np
 
 from isochunk.fitting import ChunkSample, FitReport, Refusal, fit_latency_model
 from isochunk.latency import LatencyModel
 from isochunk.policies import (
     ChunkDecision,
+    ChunkPolicy,
     ChunkReason,
     Prefill,
     SolePrefillWindow,
     Step,
     fit_chunk,
 )
+from isochunk.probes import PROBE_DIVISORS, PROBE_PATTERNS, plan_probes
 
-MAX_SWEEP_SIZES = 24
-SWEEP_REPEATS = 2
-"""Timed forwards per sweep size (the best counts), after one warm-up forward in all."""
-PROBE_DIVISOR = 4
-"""The small probe is the budget divided by this (ATOM's guide)."""
 # Deepest useful chunk must be at least this much smaller than the initial one.
 MIN_USEFUL_SHRINK = 0.10
-# Order of the two probe sizes (0 = the large one) in successive requests: the sizes meet
-# different prefixes in each, so that requests of one length still give many shapes.
-PROBE_PATTERNS = ((0, 1), (1, 0), (0, 0, 1, 1), (1, 1, 0, 0))
 # One request decides alone only if it was long; a second one guards against a bad moment.
 MIN_REQUESTS = 2
 ENOUGH_SHAPES = 12
-OVERHEAD_QUANTILE = 0.25
-MIN_GAPS = 8
+# This part of the samples is kept for the prompt that confirms the fit.
+CONFIRMING_SHARE = 1 / 3
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
 MAX_PROBES_PER_SAMPLE = 3
 
-
-def plan_sweep(max_tokens: int, alignment: int) -> tuple[int, ...]:
-    """Up to 24 unique, increasing forward sizes [tokens] that end at ``max_tokens``.
-
-    Multiples of ``alignment`` (the largest one aside), so that runtime shapes are covered.
-    """
-    if max_tokens < 1:
-        return ()
-    steps = np.linspace(0, max_tokens, MAX_SWEEP_SIZES + 1)[1:]
-    sizes = {max(int(s) - int(s) % alignment, min(alignment, max_tokens)) for s in steps[:-1]}
-    return (*sorted(s for s in sizes if s < max_tokens), max_tokens)
-
-
-def plan_probes(
-    budget: int, min_chunk: int, alignment: int, divisor: int = PROBE_DIVISOR
-) -> tuple[int, ...]:
-    """The two chunk sizes [tokens] to alternate, largest first; empty if they coincide."""
-    large = budget - budget % alignment
-    small = max(budget // divisor, min_chunk)
-    small += -small % alignment
-    return (large, small) if 0 < small < large else ()
+PolicyFactory = Callable[[Sequence[LatencyModel]], ChunkPolicy]
 
 
 class CalibrationPhase(StrEnum):
@@ -78,6 +51,7 @@ class CalibrationPhase(StrEnum):
 
     SWEEPING = "sweeping"
     PROBING = "probing"
+    CONFIRMING = "confirming"
     INSTALLED = "installed"
     GIVEN_UP = "given up"
 
@@ -93,8 +67,9 @@ class Calibrator:
         num_stages: pipeline stages that report timings.
         max_model_len: longest context [tokens]; where the useful shrink is judged.
         max_samples: runtime samples per stage at most, then the calibration gives up.
-        probe_divisor: the small probe is the budget divided by this.
+        probe_divisors: the probes besides the budget are the budget divided by these.
         needs_shrink: give up if equal-latency chunks would hardly shrink.
+        make_policy: makes the policy that a fitted model would get, to confirm it.
     """
 
     budget: int
@@ -102,25 +77,28 @@ class Calibrator:
     alignment: int
     num_stages: int
     max_model_len: int
+    make_policy: PolicyFactory
     max_samples: int = 30
-    probe_divisor: int = PROBE_DIVISOR
+    probe_divisors: tuple[int, ...] = PROBE_DIVISORS
     needs_shrink: bool = True
     phase: CalibrationPhase = CalibrationPhase.SWEEPING
     reason: str = ""
     reports: list[FitReport] = field(default_factory=list)
     sweeps: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[int, list[ChunkSample]] = field(default_factory=dict)
-    gaps_ms: list[float] = field(default_factory=list)
-    """Times between the end of a timed forward and the start of the next, on any stage."""
+    gaps: list[tuple[int, float]] = field(default_factory=list)
+    """(new tokens, ms since the end of the forward before) of the samples, on any stage."""
 
     def __post_init__(self) -> None:
-        self._probes = plan_probes(self.budget, self.min_chunk, self.alignment, self.probe_divisor)
+        self._probes = plan_probes(self.budget, self.min_chunk, self.alignment, self.probe_divisors)
         self._window = SolePrefillWindow()
+        self._candidate: ChunkPolicy | None = None
         self._request_id = ""
-        self._pattern: tuple[int, ...] = PROBE_PATTERNS[0]
+        self._pattern: tuple[int, ...] = ()
         self._next_probe = 0
         self._num_requests = 0
         self._num_probes = 0
+        self._num_confirmed = 0
         if not self._probes:
             self.give_up(
                 f"no two probe sizes between the minimum chunk ({self.min_chunk} tokens) and "
@@ -131,6 +109,11 @@ class Calibrator:
     def is_final(self) -> bool:
         """Whether nothing will be measured any more."""
         return self.phase in (CalibrationPhase.INSTALLED, CalibrationPhase.GIVEN_UP)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether timings of single prefills are wanted."""
+        return self.phase in (CalibrationPhase.PROBING, CalibrationPhase.CONFIRMING)
 
     @property
     def models(self) -> list[LatencyModel]:
@@ -160,10 +143,12 @@ class Calibrator:
     def begin_step(self, step: Step) -> None:
         """Update the window of the last steps' prefill sources."""
         self._window.add_step(len(step.prefills))
+        if self._candidate is not None:
+            self._candidate.begin_step(step)
 
     def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
         """The next probe size for a sole prefill of several chunks, else the fixed budget."""
-        if self.phase is not CalibrationPhase.PROBING:
+        if not self.is_measuring:
             return ChunkDecision(num_allowed, ChunkReason.FIXED)
         if not self._window.is_sole:
             return ChunkDecision(num_allowed, ChunkReason.OTHER_PREFILLS)
@@ -171,9 +156,13 @@ class Calibrator:
             if prefill.num_remaining <= self.budget:  # one chunk: nothing to learn about a
                 return ChunkDecision(num_allowed, ChunkReason.FIXED)
             self._request_id = prefill.request_id
-            self._pattern = PROBE_PATTERNS[self._num_requests % len(PROBE_PATTERNS)]
+            patterns = PROBE_PATTERNS[len(self._probes)]
+            self._pattern = patterns[self._num_requests % len(patterns)]
             self._next_probe = 0
             self._num_requests += 1
+        if self._candidate is not None:
+            chunk = self._candidate.size(prefill, num_allowed).num_tokens
+            return ChunkDecision(chunk, ChunkReason.CALIBRATION)
         wanted = self._probes[self._pattern[self._next_probe % len(self._pattern)]]
         chunk = fit_chunk(
             prefill, wanted, num_allowed, min_chunk=self.min_chunk, alignment=self.alignment
@@ -193,24 +182,21 @@ class Calibrator:
         ``gap_ms`` is the time since the end of the forward before it on that stage.
         """
         samples = self.samples.setdefault(stage, [])
-        if not self.is_final and len(samples) < self.max_samples:
+        if self.is_measuring and len(samples) < self._sample_limit:
             samples.append(sample)
+            self._num_confirmed += self._candidate is not None
             if math.isfinite(gap_ms) and gap_ms >= 0:
-                self.gaps_ms.append(gap_ms)
+                self.gaps.append((sample.num_new, gap_ms))
 
     @property
-    def step_overhead_ms(self) -> float:
-        """What a step costs a stage between forwards (scheduling, messages, staging) [ms].
-
-        A gap is that plus idle time, so a low quantile of the gaps is the overhead.
-        """
-        if len(self.gaps_ms) < MIN_GAPS:
-            return 0.0
-        return float(np.quantile(self.gaps_ms, OVERHEAD_QUANTILE))
+    def _sample_limit(self) -> int:
+        if self.phase is CalibrationPhase.CONFIRMING:
+            return self.max_samples
+        return self.max_samples - int(CONFIRMING_SHARE * self.max_samples)
 
     def finish_prefill(self) -> None:
-        """A calibrated prefill's timings are in: fit, then install, go on or give up."""
-        if self.phase is not CalibrationPhase.PROBING:
+        """A calibrated prefill's timings are in: fit, then confirm, install, go on or give up."""
+        if not self.is_measuring or (self._candidate is not None and not self._num_confirmed):
             return
         self.reports = [
             fit_latency_model(self.samples.get(stage, ()), self.sweeps.get(stage, ()))
@@ -225,19 +211,29 @@ class Calibrator:
             if not report.accepted
         ]
         if not refused:
-            models = [report.model for report in self.reports if report.model is not None]
-            shrink = useful_shrink(models, self.budget, self.max_model_len)
-            if shrink >= MIN_USEFUL_SHRINK or not self.needs_shrink:
-                self.phase = CalibrationPhase.INSTALLED
-            else:
-                self.give_up(
-                    f"{Refusal.NO_USEFUL_SHRINK}: the deepest equal-latency chunk is only "
-                    f"{shrink:.0%} smaller than max_num_batched_tokens ({self.budget})"
-                )
+            self._accept([report.model for report in self.reports if report.model is not None])
             return
-        full = all(len(self.samples.get(s, ())) >= self.max_samples for s in range(self.num_stages))
-        if full or self._num_probes >= MAX_PROBES_PER_SAMPLE * self.max_samples:
+        self.phase, self._candidate, self._num_confirmed = CalibrationPhase.PROBING, None, 0
+        is_full = all(
+            len(self.samples.get(stage, ())) >= self._sample_limit
+            for stage in range(self.num_stages)
+        )
+        if is_full or self._num_probes >= MAX_PROBES_PER_SAMPLE * self.max_samples:
             self.give_up(f"after {self._num_probes} probes: {'; '.join(refused)}")
+
+    def _accept(self, models: list[LatencyModel]) -> None:
+        """The fit passed: have it size a prompt, or, if it has, install it."""
+        shrink = useful_shrink(models, self.budget, self.max_model_len)
+        if self.needs_shrink and shrink < MIN_USEFUL_SHRINK:
+            self.give_up(
+                f"{Refusal.NO_USEFUL_SHRINK}: the deepest equal-latency chunk is only "
+                f"{shrink:.0%} smaller than max_num_batched_tokens ({self.budget})"
+            )
+        elif self._candidate is None:
+            self.phase = CalibrationPhase.CONFIRMING
+            self._candidate, self._request_id = self.make_policy(models), ""
+        else:
+            self.phase = CalibrationPhase.INSTALLED
 
 
 def slowest_stage(models: Sequence[LatencyModel], num_cached: int, num_new: int) -> int:

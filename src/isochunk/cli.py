@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from isochunk import __version__
+from isochunk.plan_cli import plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,10 +58,11 @@ def serve(context: typer.Context) -> None:
     serve_vllm(context.args)
 
 
-if find_spec("plotly") is not None:
-    from isochunk.plan_cli import plan
+app.command()(plan)
+if find_spec("vllm") is not None and find_spec("plotly") is not None:
+    from isochunk.benchmark.command import bench
 
-    app.command()(plan)
+    app.command()(bench)
 
 
 @app.command()

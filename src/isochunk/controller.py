@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import cached_property
 
-from isochunk.calibration import PROBE_DIVISOR, CalibrationPhase, Calibrator, slowest_stage
+from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
 from isochunk.config import DynamicChunkingConfig
 from isochunk.fitting import ChunkSample
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
+from isochunk.overhead import StepOverhead, fit_step_overhead
 from isochunk.policies import (
     ChunkDecision,
     ChunkPolicy,
@@ -26,12 +27,14 @@ from isochunk.policies import (
     Prefill,
     Step,
 )
+from isochunk.probes import PROBE_DIVISORS
 from isochunk.shortest_ttft import ShortestTTFT
 from isochunk.timings import Piece, TimedBatch, Timing, TimingLedger, TraceFile
 
 logger = logging.getLogger(__name__)
 
-AUTO_PROBE_DIVISOR = 8
+# Optimal chunks may be far smaller than a quarter of the budget; the fit must reach there.
+AUTO_PROBE_DIVISORS = (8, 32)
 
 
 class ChunkController:
@@ -59,14 +62,14 @@ class ChunkController:
         is_equal_latency = settings.policy == "equal-latency"
         self.calibrator = Calibrator(
             budget=max_num_batched_tokens,
-            # Only the equal-latency rule has a minimum chunk. The others may go far below a
-            # quarter of the budget, so the model has to be right there.
+            # Only the equal-latency rule has a minimum chunk.
             min_chunk=settings.min_chunk_size if is_equal_latency else alignment,
             alignment=alignment,
             num_stages=num_stages,
             max_model_len=max_model_len,
+            make_policy=lambda models: self._make_policy(settings.policy, models),
             max_samples=settings.max_calibration_samples,
-            probe_divisor=PROBE_DIVISOR if is_equal_latency else AUTO_PROBE_DIVISOR,
+            probe_divisors=PROBE_DIVISORS if is_equal_latency else AUTO_PROBE_DIVISORS,
             needs_shrink=is_equal_latency,
         )
         self.policy: ChunkPolicy = self.calibrator
@@ -82,7 +85,7 @@ class ChunkController:
     @property
     def is_calibrating(self) -> bool:
         """Whether chunk timings are still wanted for the model."""
-        return self.calibrator.phase is CalibrationPhase.PROBING
+        return self.calibrator.is_measuring
 
     @property
     def needs_timing(self) -> bool:
@@ -189,6 +192,7 @@ class ChunkController:
             self.policy = FixedChunk()
             logger.warning("Dynamic chunking keeps fixed chunks: %s", self.calibrator.reason)
             return
+        self.__dict__.pop("step_overhead", None)
         self.policy = self.make_policy(self.settings.policy)
         if self._trace is not None:
             self._trace.write_models(self.models)
@@ -197,38 +201,45 @@ class ChunkController:
                 "Dynamic chunking latency model installed: stage %d of %d%s, policy %s: %s",
                 stage,
                 len(self.models),
-                " (the slowest)" if stage == self.bottleneck else "",
+                " (the slowest)" if stage == self._bottleneck(self.models) else "",
                 self.settings.policy,
                 report,
             )
 
-    @property
-    def bottleneck(self) -> int:
-        """The slowest stage, for a full chunk half-way into the longest context."""
-        budget = self.calibrator.budget
-        deepest = max(self.calibrator.max_model_len - budget, 0)
-        return slowest_stage(self.models, deepest // 2, budget)
-
     def make_policy(self, name: str) -> ChunkPolicy:
-        """A policy from the installed models (needed unless it is "fixed")."""
+        """A policy by its name, from the installed models."""
+        return FixedChunk() if name == "fixed" else self._make_policy(name, self.models)
+
+    def _make_policy(self, name: str, models: Sequence[LatencyModel]) -> ChunkPolicy:
         budget = self.calibrator.budget
-        if name == "fixed":
-            return FixedChunk()
         if name == "equal-latency":
             return EqualLatency(
-                self.models[self.bottleneck],
+                models[self._bottleneck(models)],
                 budget,
                 smooth_factor=self.settings.smooth_factor,
                 min_chunk=self.settings.min_chunk_size,
                 alignment=self.alignment,
             )
-        return ShortestTTFT(self.pipeline, budget, self.alignment)
+        return ShortestTTFT(self._pipeline(models), budget, self.alignment)
+
+    @cached_property
+    def step_overhead(self) -> StepOverhead:
+        """Fitted when the first policy is made, and again when the model is installed."""
+        return fit_step_overhead(self.calibrator.gaps)
 
     @property
     def pipeline(self) -> Pipeline:
         """The installed models, with what the engine itself costs per step and stage."""
-        overhead_ms = self.calibrator.step_overhead_ms
-        return Pipeline(tuple(replace(m, fixed_ms=m.fixed_ms + overhead_ms) for m in self.models))
+        return self._pipeline(self.models)
+
+    def _pipeline(self, models: Sequence[LatencyModel]) -> Pipeline:
+        return Pipeline(tuple(self.step_overhead.add_to(model) for model in models))
+
+    def _bottleneck(self, models: Sequence[LatencyModel]) -> int:
+        """The slowest stage, for a full chunk half-way into the longest context."""
+        budget = self.calibrator.budget
+        deepest = max(self.calibrator.max_model_len - budget, 0)
+        return slowest_stage(models, deepest // 2, budget)
 
 
 def _is_sample(pieces: Sequence[Piece], num_requests: int) -> bool:

@@ -134,11 +134,7 @@ def fit_figure(
 
 def render_page(title: str, sections: Sequence[Section]) -> str:
     """The page as HTML, with Plotly's script inside: no network is needed to look at it."""
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style>",
-        f"<script>{get_plotlyjs()}</script></head><body><h1>{escape(title)}</h1>",
-    ]
+    parts = [_head(title)]
     for section in sections:
         parts.append(f"<h2>{escape(section.title)}</h2><p>{escape(section.intro)}</p>")
         figures = [timeline_figure(section.timelines)]
@@ -152,6 +148,31 @@ def render_page(title: str, sections: Sequence[Section]) -> str:
         for name, text in section.answers.items():
             parts.append(f"<p>{escape(name)}</p><pre>{escape(text)}</pre>")
     return "\n".join([*parts, "</body></html>"])
+
+
+def render_bars(
+    title: str, description: str, cells: Mapping[str, Mapping[str, tuple[float, float]]]
+) -> str:
+    """A page of bar charts: cell -> policy -> (measured, predicted) TTFT in seconds."""
+    parts = [_head(title), f"<p>{escape(description)}</p>"]
+    for name, policies in cells.items():
+        figure = go.Figure()
+        for index, kind in enumerate(("measured", "predicted")):
+            values = [both[index] for both in policies.values()]
+            figure.add_trace(
+                go.Bar(name=kind, x=list(policies), y=values, marker_color=COLOURS[index])
+            )
+        figure.update_layout(title=name, yaxis_title="TTFT [s]", barmode="group", height=380)
+        parts.append(figure.to_html(full_html=False, include_plotlyjs=False))
+    return "\n".join([*parts, "</body></html>"])
+
+
+def _head(title: str) -> str:
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style><script>{get_plotlyjs()}</script></head><body>"
+        f"<h1>{escape(title)}</h1>"
+    )
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

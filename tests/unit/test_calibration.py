@@ -1,21 +1,13 @@
 """The calibration's state machine, driven like an engine would, on synthetic machines."""
 
-import math
-
 import numpy as np
 import pytest
 
-from isochunk.calibration import (
-    MAX_SWEEP_SIZES,
-    CalibrationPhase,
-    Calibrator,
-    plan_probes,
-    plan_sweep,
-    slowest_stage,
-)
+from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
 from isochunk.fitting import ChunkSample
 from isochunk.latency import LatencyModel
-from isochunk.policies import ChunkReason, Prefill, Step
+from isochunk.policies import ChunkReason, EqualLatency, Prefill, Step
+from isochunk.probes import MAX_SWEEP_SIZES, plan_probes, plan_sweep
 
 STAGE_0 = LatencyModel(10.0, 0.001, 0.06, 2e-5)
 STAGE_1 = LatencyModel(12.0, 0.001, 0.07, 2.4e-5)
@@ -29,7 +21,13 @@ def calibrator(**changes: int) -> Calibrator:
         "num_stages": 2,
         "max_model_len": 32768,
     } | changes
-    return Calibrator(**settings)
+    chunks = {"min_chunk": settings["min_chunk"], "alignment": settings["alignment"]}
+    return Calibrator(
+        make_policy=lambda models: EqualLatency(
+            models[1], settings["budget"], smooth_factor=1.0, **chunks
+        ),
+        **settings,
+    )
 
 
 def swept(**changes: int) -> Calibrator:
@@ -95,7 +93,7 @@ def test_no_two_probe_sizes_gives_up_at_once_and_names_the_numbers() -> None:
     assert "4096" in chosen.reason
 
 
-def test_installs_after_two_prompts_with_a_model_per_stage() -> None:
+def test_probes_two_prompts_confirms_on_a_third_and_installs_a_model_per_stage() -> None:
     chosen = swept()
     assert chosen.phase is CalibrationPhase.PROBING
     first = prefill_prompt(chosen, "a")
@@ -103,16 +101,33 @@ def test_installs_after_two_prompts_with_a_model_per_stage() -> None:
     assert chosen.phase is CalibrationPhase.PROBING  # one short prompt may be a bad moment
     second = prefill_prompt(chosen, "bb")
     assert second[:4] == [1024, 4096, 1024, 4096]
+    assert chosen.phase is CalibrationPhase.CONFIRMING
+    third = prefill_prompt(chosen, "ccc")
+    assert third[0] == 4096
+    assert third[1:3] == sorted(third[1:3], reverse=True)  # sized by the fit
     assert chosen.phase is CalibrationPhase.INSTALLED
     for model, truth in zip(chosen.models, (STAGE_0, STAGE_1), strict=True):
         assert model.predict_ms(12288, 2048) == pytest.approx(
             truth.predict_ms(12288, 2048), rel=0.03
         )
     assert slowest_stage(chosen.models, 8192, 4096) == 1
-    before = list(chosen.models)
-    prefill_prompt(chosen, "ccc")  # nothing is sampled or refitted any more
+    before, num_samples = list(chosen.models), len(chosen.samples[0])
+    assert len(first) + len(second) < num_samples <= chosen.max_samples
+    prefill_prompt(chosen, "dddd")  # nothing is sampled or refitted any more
     assert chosen.models == before
-    assert len(chosen.samples[0]) == len(first) + len(second)
+    assert len(chosen.samples[0]) == num_samples
+
+
+def test_fit_that_its_own_prompt_contradicts_is_not_installed() -> None:
+    """The probes looked fine, then the machine is another one: no model, bounded probes."""
+    chosen = swept()
+    prefill_prompt(chosen, "a")
+    prefill_prompt(chosen, "bb")
+    assert chosen.phase is CalibrationPhase.CONFIRMING
+    for i in range(20):
+        prefill_prompt(chosen, "c" * (i + 3), noise=0.6)
+    assert chosen.phase is CalibrationPhase.GIVEN_UP
+    assert len(chosen.samples[0]) <= chosen.max_samples
 
 
 def test_installs_with_two_chunks_a_prompt() -> None:
@@ -131,8 +146,8 @@ def test_short_prompts_keep_their_chunk_and_do_not_use_up_the_samples() -> None:
     for i in range(200):
         assert prefill_prompt(chosen, f"short{i}", 3000) == [3000]
     assert chosen.phase is CalibrationPhase.PROBING
-    prefill_prompt(chosen, "a")
-    prefill_prompt(chosen, "bb")
+    for name in ("a", "bb", "ccc"):
+        prefill_prompt(chosen, name)
     assert chosen.phase is CalibrationPhase.INSTALLED
 
 
@@ -153,7 +168,7 @@ def test_pure_noise_gives_up_after_a_bounded_number_of_probes() -> None:
         chosen.finish_prefill()
     assert chosen.phase is CalibrationPhase.GIVEN_UP
     assert "stage 0" in chosen.reason
-    assert len(chosen.samples[0]) == chosen.max_samples
+    assert len(chosen.samples[0]) <= chosen.max_samples
     prefill = Prefill("later", 0, 16384)
     chosen.begin_step(Step([prefill]))
     assert chosen.size(prefill, 4096) == (4096, ChunkReason.FIXED)
@@ -206,19 +221,3 @@ def test_empty_sweep_gives_up() -> None:
     assert "stage 0" in chosen.reason
     chosen.add_sweep(1, [(64, 1.0)])
     assert chosen.phase is CalibrationPhase.GIVEN_UP
-
-
-def test_step_overhead_is_what_the_shortest_gaps_have_in_common() -> None:
-    chosen = swept()
-    rng = np.random.default_rng(0)
-    for i in range(12):
-        idle_ms = 0.0 if i % 2 else float(rng.uniform(50, 500))
-        chosen.add_sample(0, ChunkSample(i * 1024, 1024, 100.0), 12.0 + idle_ms)
-        chosen.add_sample(1, ChunkSample(i * 1024, 1024, 100.0), math.inf)  # the first has none
-    assert chosen.step_overhead_ms == pytest.approx(12.0)
-
-
-def test_too_few_gaps_tell_no_overhead() -> None:
-    chosen = swept()
-    chosen.add_sample(0, ChunkSample(0, 1024, 100.0), 12.0)
-    assert chosen.step_overhead_ms == 0

@@ -61,6 +61,7 @@ def test_calibrates_installs_once_and_stops_timing(caplog: pytest.LogCaptureFixt
         run_prompt(made, "a")
         assert made.needs_timing
         run_prompt(made, "b")
+        run_prompt(made, "b2")
         assert not made.needs_timing
         sampled = made.counts[ChunkReason.CALIBRATION]
         before = made.counts[ChunkReason.MODEL]
@@ -135,7 +136,7 @@ def test_giving_up_warns_once_with_the_reason(caplog: pytest.LogCaptureFixture) 
 def test_trace_has_a_line_per_batch_and_stage(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     made = controller(trace_file=str(path))
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "b2", "c"):
         run_prompt(made, name)
     assert made.needs_timing  # for the trace, although the model is installed
     lines = read_trace(path)
@@ -151,14 +152,11 @@ def test_trace_has_a_line_per_batch_and_stage(tmp_path: Path) -> None:
 
 def test_auto_policy_plans_with_the_engine_overhead_and_has_no_minimum_chunk() -> None:
     made = controller(policy="auto")
-    for name in ("a", "b", "c", "d"):
+    for name in ("a", "b", "b2", "c", "d"):
         run_prompt(made, name)
     assert isinstance(made.policy, ShortestTTFT)
     assert made.calibrator.min_chunk == made.alignment
-    made.calibrator.gaps_ms[:] = [15.0] * 10
-    for stage, model in zip(made.pipeline.stages, made.models, strict=True):
-        assert stage.fixed_ms == pytest.approx(model.fixed_ms + 15.0)
-        assert stage.token_ms == model.token_ms
+    assert made.pipeline.stages == tuple(made.models)  # no gaps were reported
     chunks = run_prompt(made, "e")
     assert sum(chunks) == 16384
     assert max(chunks) < 4096  # shorter chunks fill the pipeline sooner
@@ -167,7 +165,7 @@ def test_auto_policy_plans_with_the_engine_overhead_and_has_no_minimum_chunk() -
 def test_zero_tokens_of_a_policy_count_nowhere() -> None:
     """ "Not in this step" is a valid answer while other prefills fill the step."""
     made = controller(policy="auto")
-    for name in ("a", "b", "c", "d"):
+    for name in ("a", "b", "b2", "c", "d"):
         run_prompt(made, name)
     before = made.counts.total()
     crowd = [Prefill(f"r{i}", 0, 16384) for i in range(12)]

@@ -11,10 +11,10 @@ from typing import Any
 from vllm import envs
 
 from isochunk import metrics
-from isochunk.calibration import plan_sweep
 from isochunk.config import DynamicChunkingConfig, resolve_config
 from isochunk.controller import ChunkController
 from isochunk.policies import FixedChunk, Prefill, Step, chunk_alignment
+from isochunk.probes import plan_sweep
 from isochunk.reporting import ChunkReporter
 from isochunk.vllm import worker
 from isochunk.vllm.internals import find_executor, warm_up_cpu_pipeline, why_unsupported

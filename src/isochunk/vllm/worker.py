@@ -16,7 +16,7 @@ from torch import nn
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
-from isochunk.calibration import SWEEP_REPEATS
+from isochunk.probes import SWEEP_REPEATS
 from isochunk.stage_timer import HostClock, StageTimer
 from isochunk.timings import Timing
 

@@ -1,0 +1,1 @@
+"""``isochunk bench``: chunk policies against each other on the real engine."""
