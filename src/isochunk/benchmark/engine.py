@@ -20,6 +20,7 @@ from isochunk.demo.server import cpu_env
 from isochunk.policies import FixedChunk
 
 MAX_CALIBRATION_PROMPTS = 12
+POLLING_NICENESS = 10
 
 
 class BenchError(RuntimeError):
@@ -60,6 +61,10 @@ class BenchEngine:
             additional_config={"isochunk": own},
             **options,
         )
+        if len(os.sched_getaffinity(0)) <= num_stages:
+            # With a core per stage at most, this process, which polls for results, takes its
+            # time from a stage. On machines with spare cores it wouldn't; let the stages go first.
+            os.setpriority(os.PRIO_PROCESS, 0, POLLING_NICENESS)
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._next_id = 0
