@@ -38,7 +38,6 @@ class Scenario:
     prompt_tokens: int
     max_num_batched_tokens: int
     max_model_len: int
-    min_chunk_size: int
     max_tokens: int
 
     def ask(self, client: Client, seed: int, fixed: bool) -> Answer:
@@ -51,8 +50,8 @@ class Scenario:
 
 
 SCENARIOS = (
-    Scenario("Toy Llama (random weights, 8 layers)", make_varied_toy, 16384, 8192, 20480, 512, 16),
-    Scenario("SmolLM2-135M-Instruct", make_smollm2, 4000, 2048, 8192, 256, 32),
+    Scenario("Toy Llama (random weights, 8 layers)", make_varied_toy, 16384, 8192, 20480, 16),
+    Scenario("SmolLM2-135M-Instruct", make_smollm2, 4000, 2048, 8192, 32),
 )
 
 
@@ -94,7 +93,6 @@ def _run_scenario(
     args += ["--max-model-len", str(scenario.max_model_len), "--max-num-seqs", "4"]
     args += ["--no-enable-prefix-caching"]  # a round asks the same prompt twice
     args += ["--enable-dynamic-chunking", "--dynamic-chunking-allow-request-override"]
-    args += ["--dynamic-chunking-min-chunk-size", str(scenario.min_chunk_size)]
     args += ["--dynamic-chunking-trace-file", str(trace)]
     answers: dict[str, list[Answer]] = {FIXED: [], DYNAMIC: []}
     with VllmServer(model, args, out / f"{slug}-server.log") as server:
