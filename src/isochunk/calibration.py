@@ -40,6 +40,9 @@ MIN_REQUESTS = 2
 ENOUGH_SHAPES = 12
 # This part of the samples is kept for the prompt that confirms the fit.
 CONFIRMING_SHARE = 1 / 3
+MIN_PROBES = 7
+# Other tokens (decodes) in a chunk's batch, as a part of the chunk, that don't spoil its time.
+OTHER_TOKENS_SHARE = 0.01
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
 MAX_PROBES_PER_SAMPLE = 3
 
@@ -98,6 +101,7 @@ class Calibrator:
         self._next_probe = 0
         self._num_requests = 0
         self._num_probes = 0
+        self._num_decode_tokens = 0
         self._num_confirmed = 0
         if not self._probes:
             self.give_up(
@@ -142,7 +146,8 @@ class Calibrator:
 
     def begin_step(self, step: Step) -> None:
         """Update the window of the last steps' prefill sources."""
-        self._window.add_step(len(step.prefills))
+        self._window.add_step(step.num_sources)
+        self._num_decode_tokens = step.num_decode_tokens
         if self._candidate is not None:
             self._candidate.begin_step(step)
 
@@ -152,6 +157,8 @@ class Calibrator:
             return ChunkDecision(num_allowed, ChunkReason.FIXED)
         if not self._window.is_sole:
             return ChunkDecision(num_allowed, ChunkReason.OTHER_PREFILLS)
+        if self._has_all_samples or self._num_decode_tokens > max_other_tokens(self._probes[-1]):
+            return ChunkDecision(num_allowed, ChunkReason.FIXED)  # nothing to learn now
         if prefill.request_id != self._request_id:
             if prefill.num_remaining <= self.budget:  # one chunk: nothing to learn about a
                 return ChunkDecision(num_allowed, ChunkReason.FIXED)
@@ -173,6 +180,8 @@ class Calibrator:
         """The chunk of the last CALIBRATION decision went out: the other size is next."""
         self._next_probe += 1
         self._num_probes += 1
+        if self._num_probes >= MAX_PROBES_PER_SAMPLE * self.max_samples:
+            self.give_up(f"no model after {self._num_probes} probes")
 
     # -- samples and fits ------------------------------------------------------------------
 
@@ -189,10 +198,18 @@ class Calibrator:
                 self.gaps.append((sample.num_new, gap_ms))
 
     @property
+    def _has_all_samples(self) -> bool:
+        return all(
+            len(self.samples.get(stage, ())) >= self._sample_limit
+            for stage in range(self.num_stages)
+        )
+
+    @property
     def _sample_limit(self) -> int:
+        num_probing = max(self.max_samples - int(CONFIRMING_SHARE * self.max_samples), MIN_PROBES)
         if self.phase is CalibrationPhase.CONFIRMING:
-            return self.max_samples
-        return self.max_samples - int(CONFIRMING_SHARE * self.max_samples)
+            return max(self.max_samples, num_probing + 1)
+        return num_probing
 
     def finish_prefill(self) -> None:
         """A calibrated prefill's timings are in: fit, then confirm, install, go on or give up."""
@@ -203,7 +220,8 @@ class Calibrator:
             for stage in range(self.num_stages)
         ]
         num_shapes = min(report.num_shapes for report in self.reports)
-        if self._num_requests < MIN_REQUESTS and num_shapes < ENOUGH_SHAPES:
+        is_early = self._num_requests < MIN_REQUESTS and num_shapes < ENOUGH_SHAPES
+        if is_early and not self._has_all_samples:
             return
         refused = [
             f"stage {stage}: {report}"
@@ -214,11 +232,7 @@ class Calibrator:
             self._accept([report.model for report in self.reports if report.model is not None])
             return
         self.phase, self._candidate, self._num_confirmed = CalibrationPhase.PROBING, None, 0
-        is_full = all(
-            len(self.samples.get(stage, ())) >= self._sample_limit
-            for stage in range(self.num_stages)
-        )
-        if is_full or self._num_probes >= MAX_PROBES_PER_SAMPLE * self.max_samples:
+        if self._has_all_samples:
             self.give_up(f"after {self._num_probes} probes: {'; '.join(refused)}")
 
     def _accept(self, models: list[LatencyModel]) -> None:
@@ -234,6 +248,11 @@ class Calibrator:
             self._candidate, self._request_id = self.make_policy(models), ""
         else:
             self.phase = CalibrationPhase.INSTALLED
+
+
+def max_other_tokens(num_new: int) -> int:
+    """Tokens of other requests that may share a timed chunk's batch."""
+    return int(OTHER_TOKENS_SHARE * num_new)
 
 
 def slowest_stage(models: Sequence[LatencyModel], num_cached: int, num_new: int) -> int:

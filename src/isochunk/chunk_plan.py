@@ -36,6 +36,8 @@ CHUNKS_TO_TRY = 2000
 REFINE_ROUNDS = 8
 # Chunk ends at each side of the plan that the refinement moves.
 NUM_REFINED = 8
+# Longer plans are close to the optimum anyway, and moving their ends takes memory K².
+MAX_REFINED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ def _equal_time_plans(pipeline: Pipeline, grid: _Grid) -> list[tuple[int, ...]]:
     per_chunk = float(fixed[slowest] + prefix[slowest] * (grid.num_cached + grid.total) / 2)
     bubbles = float(works.sum() / works[slowest]) - 1.0 if work > 0 else 0.0
     most = min(max(math.ceil(new / grid.alignment), least), max(MAX_CHUNKS, least))
-    ideal = math.sqrt(bubbles * work / per_chunk) if per_chunk > 0 else float(most)
+    ideal = min(math.sqrt(bubbles * work / per_chunk) if per_chunk > 0 else math.inf, float(most))
     low = min(max(int(ideal / SEARCH_FACTOR), least, 1), most)
     high = max(min(math.ceil(ideal * SEARCH_FACTOR) + 1, most), low)
     num_candidates = min(max(CHUNKS_TO_TRY // high, MIN_CANDIDATES), MAX_CANDIDATES)
@@ -245,7 +247,7 @@ def _refine(
     gain from shorter chunks at one side.
     """
     is_even = len(set(pipeline.stages)) == 1 and pipeline.transfer_ms(1) == 0
-    if len(plan) < 2 or (is_even and len(plan) > 2 * NUM_REFINED):
+    if not 2 <= len(plan) <= MAX_REFINED or (is_even and len(plan) > 2 * NUM_REFINED):
         return plan, cost_ms
     ends = np.array(plan)
     shifts = _shifts(len(ends))

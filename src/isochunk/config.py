@@ -9,9 +9,10 @@ settings win over vLLM-Ascend's, those over the environment, that over the defau
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 SMOOTH_FACTOR_ENV = "ISOCHUNK_DYNAMIC_CHUNKING_SMOOTH_FACTOR"
 OWN_KEY = "isochunk"
@@ -63,6 +64,13 @@ class DynamicChunkingConfig(BaseModel):
     allow_request_override: bool = Field(False, description="true or false")
     trace_file: str | None = Field(None, description="a path, or nothing")
 
+    @field_validator("smooth_factor", "min_chunk_size", "max_calibration_samples", mode="before")
+    @classmethod
+    def _is_number(cls, value: object) -> object:
+        if isinstance(value, bool):  # Pydantic would take true for 1
+            raise ValueError("a number is needed")
+        return value
+
     def is_min_chunk_too_large(self, max_num_batched_tokens: int) -> bool:
         """Whether the equal-latency rule has no chunk between its minimum and the budget."""
         is_used = self.policy == "equal-latency"
@@ -97,8 +105,8 @@ def resolve_config(
             range.
     """
     source, values, names = _collect(additional_config or {})
-    enabled = values.get("enabled", False)
-    if enabled is False:
+    names |= own_names or {}
+    if not _validate({"enabled": values.get("enabled", False)}, names).enabled:
         return DynamicChunkingConfig()
     if SMOOTH_FACTOR_ENV in env and "smooth_factor" not in values:
         values["smooth_factor"] = env[SMOOTH_FACTOR_ENV]
@@ -107,7 +115,14 @@ def resolve_config(
         values.setdefault("policy", "equal-latency")
     if source == "ascend":
         values = ASCEND_DEFAULTS | values
-    names |= own_names or {}
+    settings = _validate(values, names)
+    if settings.trace_file is not None and not Path(settings.trace_file).parent.is_dir():
+        name = names["trace_file"]
+        raise ConfigError(f"{name}={settings.trace_file!r} is not valid: no such directory")
+    return settings
+
+
+def _validate(values: dict[str, Any], names: Mapping[str, str]) -> DynamicChunkingConfig:
     try:
         return DynamicChunkingConfig(**values)
     except ValidationError as error:
@@ -125,14 +140,15 @@ def _collect(additional: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[s
         (ASCEND_KEY, additional.get(ASCEND_KEY)),
         (f"scheduler_config.{ASCEND_KEY}", nested),
     ):
-        if section is None:
+        if section is None or section is False:
             continue
-        source = "ascend"
+        if _mapping(label, section).get("enabled", False) is not False:
+            source = "ascend"
         for key, value in _mapping(label, section).items():
             name = ASCEND_NAMES.get(key, f"?{key}")
             values[name], names[name] = value, f"{label}.{key}"
     own = additional.get(OWN_KEY)
-    if own is not None:
+    if own is not None and own is not False:
         source = source or "own"
         for key, value in _mapping(OWN_KEY, own).items():
             values[key], names[key] = value, f"{OWN_KEY}.{key}"

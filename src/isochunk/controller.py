@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
+from isochunk.calibration import CalibrationPhase, Calibrator, max_other_tokens, slowest_stage
 from isochunk.config import DynamicChunkingConfig
 from isochunk.fitting import ChunkSample
 from isochunk.latency import LatencyModel
@@ -147,6 +147,7 @@ class ChunkController:
                 self.counts[decision.reason] += 1
                 if decision.reason is ChunkReason.CALIBRATION:
                     self.calibrator.probe_scheduled()
+                    self._switch_if_final()
         if not pieces or not self.needs_timing:
             return None
         if self._trace is None and not _is_sample(pieces, len(scheduled)):
@@ -158,7 +159,7 @@ class ChunkController:
     def settle(self, asked: Sequence[int], answers: Sequence[tuple[int, Sequence[Timing]]]) -> None:
         """Take in ``(stage, timings)`` of every rank, which settle the tags in ``asked``.
 
-        Once nothing is under way, tries to fit and install the model.
+        Once no sample is under way, tries to fit and install the model.
         """
         for batch in self.ledger.settle(asked, answers):
             if _is_sample(batch.pieces, batch.num_requests):
@@ -173,7 +174,7 @@ class ChunkController:
                 )
             if self._trace is not None:
                 self._trace.write_batch(batch, self._predict_ms(batch))
-        if self.ledger.is_empty:
+        if not any(_is_sample(*batch) for batch in self.ledger.outstanding):
             self.calibrator.finish_prefill()
             self._switch_if_final()
 
@@ -243,5 +244,7 @@ class ChunkController:
 
 
 def _is_sample(pieces: Sequence[Piece], num_requests: int) -> bool:
-    """Only a batch with nothing else in it tells the time of its calibration chunk."""
-    return num_requests == 1 and pieces[0].reason is ChunkReason.CALIBRATION
+    """Only a batch with next to nothing else in it tells the time of its calibration chunk."""
+    chunk = pieces[0]
+    is_probe = len(pieces) == 1 and chunk.reason is ChunkReason.CALIBRATION
+    return is_probe and num_requests - 1 <= max_other_tokens(chunk.num_tokens)

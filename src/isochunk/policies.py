@@ -56,6 +56,13 @@ class Step(NamedTuple):
     num_running: int | None = None
     """How many of ``prefills``, from the first, are running; the others wait to be admitted.
     None: not known."""
+    num_unlisted: int = 0
+    """Further waiting prefill sources behind ``prefills``."""
+
+    @property
+    def num_sources(self) -> int:
+        """All prefill sources."""
+        return len(self.prefills) + self.num_unlisted
 
 
 class ChunkDecision(NamedTuple):
@@ -164,7 +171,7 @@ class EqualLatency:
 
     def begin_step(self, step: Step) -> None:
         """Update the window of the last steps' prefill sources."""
-        self._window.add_step(len(step.prefills))
+        self._window.add_step(step.num_sources)
 
     def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
         """An equal-latency chunk, or the fixed budget with the reason for it."""

@@ -70,6 +70,8 @@ class ShortestTTFT:
             if not math.isfinite(self._packer.target_ms):
                 return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
             return ChunkDecision(self._packer.size(prefill, num_allowed), ChunkReason.MODEL)
+        if num_allowed < min(self.alignment, self.budget, prefill.num_remaining):
+            return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
         plan = self._plan_for(prefill, num_allowed)
         if plan is None:
             return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
@@ -87,10 +89,11 @@ class ShortestTTFT:
         )
         if not is_same:
             budget = self.budget
-        if num_allowed < min(budget, prefill.num_remaining) and (
+        if self.budget // 2 <= num_allowed < min(budget, prefill.num_remaining) and (
             not is_same or plan is None or self._planned_end(plan, cached) - cached > num_allowed
         ):
             # Decode tokens take a part of the budget; keep the smaller one for this prompt.
+            # Not a step that is nearly full already: its chunk is cut, the plan stays.
             budget, is_same = max(num_allowed - num_allowed % self.alignment, 1), False
         self._last_cached = cached
         if is_same:

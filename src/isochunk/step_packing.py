@@ -34,6 +34,8 @@ from isochunk.policies import Prefill, Step
 
 SHORT_SHARE = 0.5
 """σ: what short prompts may take of a step, and what makes a prompt short."""
+RESERVE_PAUSE = 8
+"""Steps without a reserve after one that nobody could use; the bound is longer by these."""
 WINDOW = 16
 """Prompts that are looked at one by one; those behind count as the mean of these."""
 
@@ -57,28 +59,41 @@ class StepPacker:
         self._ids: list[str] = []
         self._num_prefills = 0
         self._shorts: set[str] = set()
-        self._admit: dict[str, int] = {}  # request id -> cached tokens before its admission
+        self._admit: set[str] = set()  # to be admitted if they still wait
         self._reached_at: list[int] = []  # positions of both
         # Of the step, without c:
         self._limit_ms = self._reserved_ms = 0.0
         self._tokens_left = self._reserved_tokens = 0
         self._used_ms = [0.0] * len(self._stages)
         self._packed: dict[str, tuple[int, int]] = {}  # request id -> cached, new
+        self._waiting: set[str] = set()
+        self._steps_without_reserve = 0
 
     def begin_step(self, step: Step) -> None:
         """Target, limit, and reserve for short prompts of this step."""
-        num_prefills = len(step.prefills)
+        num_prefills = len(step.prefills) + step.num_unlisted
+        num_running = num_prefills if step.num_running is None else step.num_running
         prefills = step.prefills[:WINDOW]
         ids = [prefill.request_id for prefill in prefills]
+        self._waiting = set(ids[num_running:])
+        if self._reserved_tokens and not any(
+            request_id in self._shorts or request_id in self._admit for request_id in self._packed
+        ):
+            # Nobody could take the reserve: the engine admits no one now (slots, KV blocks).
+            self._steps_without_reserve = RESERVE_PAUSE
         if ids != self._ids or num_prefills != self._num_prefills:
             self._ids, self._num_prefills = ids, num_prefills
-            self._look_at(prefills, num_prefills if step.num_running is None else step.num_running)
+            self._look_at(prefills, num_running)
         decodes = step.num_decode_tokens
         self._packed.clear()
         self._tokens_left = self.budget - decodes
         self._used_ms = [token * decodes for _, _, token, _ in self._stages]
         self._limit_ms = min(self.target_ms, self._fixed_ms(step.prefills))
-        self._reserve(prefills)
+        if self._steps_without_reserve and not self._shorts - self._waiting:
+            self._steps_without_reserve -= 1
+            self._reserved_ms, self._reserved_tokens = 0.0, 0
+        else:
+            self._reserve(prefills)
 
     def _look_at(self, prefills: Sequence[Prefill], num_running: int) -> None:
         """The prompt set has changed: target time, short prompts, prompts to admit."""
@@ -97,13 +112,13 @@ class StepPacker:
             math.sqrt(total * step_ms / self._bubbles) if self._bubbles > 0 else total
         )
         short_ms = SHORT_SHARE * works[0]
-        self._shorts, self._admit, self._reached_at = set(), {}, []
+        self._shorts, self._admit, self._reached_at = set(), set(), []
         passed: list[int] = []
         for index, work in enumerate(works):
             if work < short_ms:
                 self._shorts.add(self._ids[index])
                 if passed:
-                    self._admit.update((self._ids[i], prefills[i].num_cached) for i in passed)
+                    self._admit.update(self._ids[i] for i in passed)
                     self._reached_at += passed
                     passed.clear()
                 self._reached_at.append(index)
@@ -136,8 +151,8 @@ class StepPacker:
             if needed_ms >= most_ms or tokens >= most_tokens:
                 break
             request_id, cached, new = prefills[index]
-            if (before := self._admit.get(request_id)) is not None:
-                if before != cached:
+            if request_id in self._admit:
+                if request_id not in self._waiting:
                     continue  # admitted
                 new = min(new, self.alignment)
             needed_ms += model.predict_ms(cached, new) - model.fixed_ms
@@ -168,7 +183,7 @@ class StepPacker:
             new = 0
             if is_first:
                 new = min(self.alignment - cached % self.alignment, num_allowed)
-            elif self._admit.get(request_id) == cached:
+            elif request_id in self._admit and request_id in self._waiting:
                 unit = min(self.alignment - cached % self.alignment, num_allowed)
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
         elif new < remaining and not is_first and self._is_wasteful(cached, new):

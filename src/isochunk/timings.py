@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,9 +57,9 @@ class TimingLedger:
         self._next_tag = 0
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no tagged batch waits for its timings."""
-        return not self._batches
+    def outstanding(self) -> list[tuple[tuple[Piece, ...], int]]:
+        """``(pieces, num_requests)`` of the tagged batches that wait for their timings."""
+        return list(self._batches.values())
 
     @property
     def has_completed(self) -> bool:
@@ -102,6 +103,45 @@ class TimingLedger:
         for tag in asked:
             self._batches.pop(tag, None)
         return timed
+
+
+class TimingFetcher:
+    """Gets timings from an engine's workers without making it wait.
+
+    Args:
+        ledger: knows which batches have completed.
+        fetch: starts asking all ranks; a future of their ``(stage, timings)``.
+        settle: takes the tags asked for and the answers.
+    """
+
+    def __init__(
+        self,
+        ledger: TimingLedger,
+        fetch: Callable[[], Future[Any]],
+        settle: Callable[[Sequence[int], Any], None],
+    ) -> None:
+        self._ledger, self._fetch, self._settle = ledger, fetch, settle
+        self._answer: tuple[Future[Any], list[int]] | None = None
+
+    def poll(self) -> None:
+        """Take an answer that is here; ask for more where batches have completed."""
+        if self._answer is not None and self._answer[0].done():
+            self._take()
+        if self._answer is None and self._ledger.has_completed:
+            self._answer = (self._fetch(), self._ledger.ask())
+
+    def flush(self) -> None:
+        """Take everything. Only with no batch in flight: idle workers answer at once."""
+        while self._answer is not None or self._ledger.has_completed:
+            if self._answer is not None:
+                self._take()
+            else:
+                self._answer = (self._fetch(), self._ledger.ask())
+
+    def _take(self) -> None:
+        assert self._answer is not None
+        (future, asked), self._answer = self._answer, None
+        self._settle(asked, future.result())
 
 
 class TraceFile:

@@ -81,3 +81,18 @@ def test_uneven_partition_shows_in_the_stage_models(
         installed = [m for m in vllm_log.about_chunking() if "installed" in m]
         assert len(installed) == 2
         assert "stage 0 of 2 (the slowest)" in installed[0]
+
+
+def test_fault_of_ours_leaves_the_engine_running(make_engine: Any, vllm_log: Any) -> None:
+    """Whatever breaks in sizing, timing or fitting: logged once, then stock chunking."""
+    with make_engine() as engine:
+        expected = engine.generate([random_prompt(4000, seed=2)], fixed=True, max_tokens=4)
+
+        def broken(*args: object) -> int:
+            raise MemoryError("on purpose")
+
+        engine.controller.size = broken
+        assert engine.generate([random_prompt(4000, seed=2)], max_tokens=4) == expected
+        assert engine.scheduler._adapter is None
+        failed = [m for m in vllm_log.about_chunking() if "failed" in m]
+        assert len(failed) == 1

@@ -221,3 +221,41 @@ def test_empty_sweep_gives_up() -> None:
     assert "stage 0" in chosen.reason
     chosen.add_sweep(1, [(64, 1.0)])
     assert chosen.phase is CalibrationPhase.GIVEN_UP
+
+
+def test_probing_ends_when_samples_are_full_and_waits_for_the_fit() -> None:
+    """A million-token prompt isn't cut into probe sizes all along."""
+    chosen = swept()
+    sizes = []
+    cached = 0
+    for _ in range(100):
+        prefill = Prefill("long", cached, 1_000_000 - cached)
+        chosen.begin_step(Step([prefill]))
+        chunk, reason = chosen.size(prefill, 4096)
+        if reason is ChunkReason.CALIBRATION:
+            chosen.probe_scheduled()
+            for stage, model in enumerate((STAGE_0, STAGE_1)):
+                ms = model.predict_ms(cached, chunk)
+                chosen.add_sample(stage, ChunkSample(cached, chunk, ms))
+        sizes.append(chunk)
+        cached += chunk
+    assert 1024 in sizes[:30]
+    assert set(sizes[30:]) == {4096}
+
+
+def test_does_not_probe_beside_many_decodes() -> None:
+    """A batch with them is no sample: probing would slow prompts for nothing, for ever."""
+    chosen = swept()
+    prefill = Prefill("r", 0, 16384)
+    chosen.begin_step(Step([prefill], num_decode_tokens=64))
+    assert chosen.size(prefill, 4032) == (4032, ChunkReason.FIXED)
+    chosen.begin_step(Step([prefill], num_decode_tokens=0))
+    assert chosen.size(prefill, 4096).reason is ChunkReason.CALIBRATION
+
+
+@pytest.mark.parametrize("max_samples", [6, 7, 8, 30])
+def test_smallest_sample_limits_can_still_install(max_samples: int) -> None:
+    chosen = swept(max_samples=max_samples)
+    for i in range(6):
+        prefill_prompt(chosen, "r" * (i + 1), noise=0.0)
+    assert chosen.phase is CalibrationPhase.INSTALLED

@@ -153,3 +153,28 @@ def test_ascend_command_line_enables_without_our_flag() -> None:
     settings, additional = resolve_flags(parse(), ascend(min_chunk=1024), {})
     assert settings.enabled
     assert resolve_config(additional, {}) == settings
+
+
+@pytest.mark.parametrize("off", [False, 0, "false", "off", "no"])
+def test_every_spelling_of_off_starts(off: object) -> None:
+    env = {SMOOTH_FACTOR_ENV: "1.5"}
+    section = {"enabled": off, "smooth_factor": 9, "unknown": 1}
+    assert not resolve_config({"isochunk": section}, env).enabled
+    assert not resolve_config({"profiling_chunk_config": section}, env).enabled
+    assert not resolve_config({"profiling_chunk_config": False}, env).enabled
+
+
+def test_disabled_ascend_section_does_not_choose_the_policy() -> None:
+    both = {"isochunk": {"enabled": True}, "profiling_chunk_config": {"enabled": False}}
+    assert resolve_config(both, {}).policy == "auto"
+
+
+@pytest.mark.parametrize("name", ["smooth_factor", "min_chunk_size", "max_calibration_samples"])
+def test_true_is_not_a_number(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"isochunk.{name}=True"):
+        resolve_config({"isochunk": {"enabled": True, name: True}}, {})
+
+
+def test_trace_file_needs_an_existing_directory() -> None:
+    with pytest.raises(ConfigError, match=r"trace_file='/does/not/exist/x'"):
+        resolve_config({"isochunk": {"enabled": True, "trace_file": "/does/not/exist/x"}}, {})

@@ -80,9 +80,17 @@ def test_calibrates_installs_once_and_stops_timing(caplog: pytest.LogCaptureFixt
 def test_batches_with_other_requests_are_no_samples() -> None:
     made = controller()
     for i in range(5):
-        run_prompt(made, f"r{i}", decodes=3)
+        run_prompt(made, f"r{i}", decodes=64)
     assert made.is_calibrating
     assert not made.calibrator.samples
+    assert not made.counts[ChunkReason.CALIBRATION]  # nor are they probed
+
+
+def test_a_few_decodes_beside_a_chunk_do_not_stop_the_calibration() -> None:
+    made = controller()
+    for i in range(4):
+        run_prompt(made, f"r{i}", decodes=3)
+    assert made.models
 
 
 def test_only_what_was_scheduled_counts() -> None:
@@ -105,7 +113,7 @@ def test_forward_without_timing_settles_its_tag() -> None:
     made.size(prefill, 4096)
     made.ledger.complete(made.end_step({"r": 4096}))
     made.settle(made.ledger.ask(), [(0, []), (1, [])])
-    assert made.ledger.is_empty
+    assert not made.ledger.outstanding
     assert not made.calibrator.samples
 
 

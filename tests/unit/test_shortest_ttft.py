@@ -409,3 +409,44 @@ def test_closed_loop_throughput_is_above_every_fixed_size():
         fixed = simulate(pipeline(), FixedChunk(), ClosedLoop(requests, 4), size)
         assert auto.prompt_tokens_per_s > fixed.prompt_tokens_per_s
         assert auto.mean_ttft_ms < fixed.mean_ttft_ms
+
+
+@pytest.mark.parametrize("num_allowed", [1, 7, 60, 63, 64, 200, 1000])
+def test_a_nearly_full_step_neither_plans_tiny_chunks_nor_spoils_the_plan(num_allowed: int) -> None:
+    """Decodes may leave next to nothing of a step's budget; the plan isn't made for that."""
+    uneven = Pipeline((LatencyModel(10, 0, 0.05, 1e-6), LatencyModel(12, 0, 0.06, 1.2e-6)))
+    policy = ShortestTTFT(uneven, 8192, 64)
+    cached, sizes = 0, []
+    for step in range(6):
+        prefill = Prefill("r", cached, 64_000 - cached)
+        policy.begin_step(Step([prefill], 0, 1))
+        chunk = policy.size(prefill, num_allowed if step == 0 else 8192).num_tokens
+        assert 1 <= chunk <= (num_allowed if step == 0 else 8192)
+        sizes.append(chunk)
+        cached += chunk
+    assert min(sizes[1:]) > 500
+    assert policy.plan is not None
+    assert len(policy.plan.ends) < 100
+
+
+def test_prefix_hit_of_a_waiting_prompt_does_not_stop_its_admission() -> None:
+    """The step lists it without its hit; it is sized at the true prefix."""
+    policy = ShortestTTFT(Pipeline((LatencyModel(10, 0, 0.05, 1e-6),) * 2), 8192, 64)
+    head, hit = Prefill("head", 0, 200_000), Prefill("hit", 0, 150_000)
+    shorts = [Prefill(f"short{i}", 0, 500) for i in range(10)]
+    policy.begin_step(Step([head, hit, *shorts], 0, 1))
+    assert policy.size(head, 8192).num_tokens > 0
+    assert policy.size(Prefill("hit", 1600, 148_400), 4096).num_tokens > 0
+
+
+def test_reserve_that_the_engine_cannot_use_is_given_back() -> None:
+    """No slot or KV block is free: waiting short prompts are never asked for."""
+    policy = ShortestTTFT(Pipeline((LatencyModel(10, 0, 0.05, 1e-6),) * 2), 8192, 64)
+    shorts = [Prefill(f"short{i}", 0, 500) for i in range(10)]
+    sizes, cached = [], 0
+    for _ in range(8):
+        head = Prefill("head", cached, 200_000 - cached)
+        policy.begin_step(Step([head, *shorts], 0, 1))
+        sizes.append(policy.size(head, 8192).num_tokens)
+        cached += sizes[-1]
+    assert all(size > 1.5 * sizes[0] for size in sizes[1:4])

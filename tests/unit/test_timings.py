@@ -17,7 +17,7 @@ def test_late_and_unknown_answers_are_harmless() -> None:
     assert not ledger.has_completed
     assert len(ledger.settle(asked, [(0, [Timing(tag, 0.0, 5.0)])])) == 1
     assert ledger.settle([], [(0, [Timing(tag, 0.0, 5.0)])]) == []  # the same answer again
-    assert ledger.is_empty
+    assert not ledger.outstanding
 
 
 def test_answer_before_completion_keeps_the_tag_for_the_other_stages() -> None:
@@ -27,11 +27,11 @@ def test_answer_before_completion_keeps_the_tag_for_the_other_stages() -> None:
     asked = ledger.ask()
     early = [(0, [Timing(first, 0.0, 5.0), Timing(second, 0.0, 6.0)]), (1, [Timing(first, 0, 7.0)])]
     assert len(ledger.settle(asked, early)) == 3
-    assert not ledger.is_empty
+    assert ledger.outstanding
     ledger.complete(second)
     (late,) = ledger.settle(ledger.ask(), [(0, []), (1, [Timing(second, 0.0, 8.0)])])
     assert (late.stage, late.latency_ms) == (1, 8.0)
-    assert ledger.is_empty
+    assert not ledger.outstanding
 
 
 class Module:

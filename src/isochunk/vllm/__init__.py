@@ -1,4 +1,1 @@
-"""The adapter for vLLM: the only place that imports it.
-
-Use ``isochunk serve``, or ``--scheduler-cls isochunk.vllm.scheduler.DynamicChunkingScheduler``.
-"""
+"""The adapter for vLLM: the only place that imports it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from concurrent.futures import Future
+from itertools import chain, islice
 from typing import Any
 
 from vllm import envs
+from vllm.v1.core.sched.interface import PauseState
 
 from isochunk import metrics
 from isochunk.config import DynamicChunkingConfig, resolve_config
@@ -16,10 +17,13 @@ from isochunk.controller import ChunkController
 from isochunk.policies import FixedChunk, Prefill, Step, chunk_alignment
 from isochunk.probes import plan_sweep
 from isochunk.reporting import ChunkReporter
+from isochunk.timings import TimingFetcher
 from isochunk.vllm import worker
 from isochunk.vllm.internals import find_executor, warm_up_cpu_pipeline, why_unsupported
 
 logger = logging.getLogger(__name__)
+
+MAX_LISTED_WAITING = 32
 
 OVERRIDE_ARG = "isochunk_fixed_chunk"
 """In a request's ``vllm_xargs``: fixed chunks of this many tokens, 0 = the whole budget."""
@@ -58,7 +62,6 @@ class Adapter:
         self._executor = executor
         self._overridable = settings.allow_request_override
         self._num_in_flight = 0
-        self._answer: tuple[Future[Any], list[int]] | None = None
         self._is_timing = True
         budget = scheduler.max_num_scheduled_tokens
         alignment = chunk_alignment(scheduler.block_size)
@@ -68,6 +71,11 @@ class Adapter:
             alignment=alignment,
             num_stages=scheduler.vllm_config.parallel_config.pipeline_parallel_size,
             max_model_len=scheduler.max_model_len,
+        )
+        self._fetcher = TimingFetcher(
+            self.controller.ledger,
+            lambda: executor.collective_rpc(worker.drain, non_block=True),
+            self.controller.settle,
         )
         self._reporter = ChunkReporter(
             self.controller.counts, envs.VLLM_LOG_STATS_INTERVAL, time.monotonic, metrics.export
@@ -86,23 +94,30 @@ class Adapter:
 
     def begin_step(self) -> None:
         """Before vLLM schedules: take timings in, tell the policy what is there."""
-        if self._answer is not None and self._answer[0].done():
-            self._take()
-        if self._answer is None and self.controller.ledger.has_completed:
-            self._ask()
+        self._fetcher.poll()
         s = self._scheduler
-        # A decode has at most one token to compute. Requests that cannot start yet (waiting
-        # for remote KV, a grammar, …) are in deferred_waiting.
+        # A decode has at most one prompt or output token to compute (and its drafts).
         sources = [r for r in s.running if r.num_tokens - r.num_computed_tokens > 1]
         num_running = len(sources)
-        num_decodes = sum(r.num_tokens - r.num_computed_tokens == 1 for r in s.running)
-        for queue in (s.kv_holding_waiting, s.waiting):
-            sources += [r for r in queue if r not in s.deferred_waiting]
+        pending = (
+            r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens
+            for r in s.running
+            if r.num_tokens - r.num_computed_tokens <= 1
+        )
+        num_decode_tokens = sum(max(num_tokens, 0) for num_tokens in pending)
+        num_waiting = 0
+        if len(s.running) < s.max_num_active_reqs and s.pause_state == PauseState.UNPAUSED:
+            # Those that cannot start yet (remote KV, a grammar, …) are in deferred_waiting.
+            num_waiting = s.get_request_counts()[1] - len(s.deferred_waiting)
+            queued = chain(s.kv_holding_waiting, s.waiting)
+            ready = (r for r in queued if r not in s.deferred_waiting)
+            sources += islice(ready, min(max(num_waiting, 0), MAX_LISTED_WAITING))
         prefills = [
             Prefill(r.request_id, r.num_computed_tokens, r.num_tokens - r.num_computed_tokens)
             for r in sources
         ]
-        self.controller.begin_step(Step(prefills, num_decodes, num_running))
+        num_unlisted = max(num_waiting - (len(prefills) - num_running), 0)
+        self.controller.begin_step(Step(prefills, num_decode_tokens, num_running, num_unlisted))
 
     def size(self, request: Any, num_computed: int, num_allowed: int) -> int:
         """Tokens for this request in this step; decodes get what vLLM allows."""
@@ -115,8 +130,8 @@ class Adapter:
             override = FixedChunk()
         elif self._overridable and request.sampling_params is not None:
             asked = (request.sampling_params.extra_args or {}).get(OVERRIDE_ARG)
-            if isinstance(asked, int | float) and asked >= 0:
-                override = FixedChunk(int(asked) or None)
+            if type(asked) is int and asked >= 0:
+                override = FixedChunk(asked or None)
         return self.controller.size(prefill, min(num_allowed, remaining), override)
 
     def end_step(self, output: Any) -> None:
@@ -127,34 +142,18 @@ class Adapter:
         self._num_in_flight += output.total_num_scheduled_tokens > 0
         self._reporter.report()
 
-    def batch_done(self, output: Any) -> None:
-        """A batch's output is back from the last stage."""
+    def batch_done(self, output: Any) -> bool:
+        """A batch's output is back from the last stage; returns ``is_done``."""
         self._num_in_flight -= output.total_num_scheduled_tokens > 0
-        if not self._is_timing:
-            return
         self.controller.ledger.complete(getattr(output, worker.TAG, None))
         if self._num_in_flight == 0:
-            # All workers are idle and answer at once; waiting for that costs no one time.
-            if self._answer is not None:
-                self._take()
-            if self.controller.ledger.has_completed:
-                self._ask()
-                self._take()
-
-    def _ask(self) -> None:
-        future = self._executor.collective_rpc(worker.drain, non_block=True)
-        self._answer = (future, self.controller.ledger.ask())
-
-    def _take(self) -> None:
-        assert self._answer is not None
-        (future, asked), self._answer = self._answer, None
-        self.controller.settle(asked, future.result())
+            self._fetcher.flush()
         self._stop_timing_if_done()
+        return self.is_done
 
     def _stop_timing_if_done(self) -> None:
-        """Installed or given up: take everything off the workers."""
-        if self.controller.models:
-            metrics.INSTALLED.set(1)
+        """Installed or given up: take everything off the workers, once."""
         if self._is_timing and not self.controller.needs_timing:
             self._is_timing = False
+            metrics.INSTALLED.set(bool(self.controller.models))
             self._executor.collective_rpc(worker.uninstall, non_block=True)

@@ -1,7 +1,6 @@
 """What the adapter needs of vLLM beyond its public interface, all in one place.
 
-No function of vLLM is replaced or copied. ``tests/engine/test_contract.py`` pins these
-expectations against the installed release.
+Nothing of vLLM is replaced or copied; ``tests/engine/test_contract.py`` pins expectations.
 """
 
 from __future__ import annotations
@@ -15,38 +14,32 @@ from isochunk.config import DynamicChunkingConfig
 from isochunk.vllm import worker
 
 SCHEDULER_NAMES = ("_reserve_prefill_lookahead", "kv_holding_waiting", "deferred_waiting")
+NEEDS_CALIBRATION = (
+    "need_timing=false leaves only the attention-free startup sweep, which does not identify the "
+    "attention term; it needs true"
+)
 
 
 def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig, executor: Any) -> str | None:
     """Why this engine has to keep fixed chunking, or None."""
     config = scheduler.vllm_config
-    missing = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
+    pp = config.parallel_config.pipeline_parallel_size
+    role = getattr(config.kv_transfer_config, "kv_role", None)
     budget = scheduler.max_num_scheduled_tokens
+    missing = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
+    is_ray_v1 = type(executor).__name__ == "RayDistributedExecutor"
+    is_hybrid = getattr(scheduler, "need_mamba_block_aligned_split", False)
+    chunked = config.scheduler_config.enable_chunked_prefill
     checks = (
         (missing, f"this vLLM release's scheduler has no {', '.join(missing)}"),
         (executor is None, "this vLLM release builds its scheduler where no executor is found"),
-        (
-            config.parallel_config.pipeline_parallel_size == 1,
-            "pipeline_parallel_size=1 has no pipeline to keep full; it needs > 1",
-        ),
-        (
-            not config.scheduler_config.enable_chunked_prefill,
-            "enable_chunked_prefill=False leaves no chunks to size; it needs True",
-        ),
-        (
-            getattr(config.kv_transfer_config, "kv_role", None) == "kv_consumer",
-            "kv_role=kv_consumer is a decode instance, which runs no prefills to size",
-        ),
-        (
-            getattr(scheduler, "need_mamba_block_aligned_split", False),
-            "this model's state cache dictates where chunks end (hybrid/Mamba model)",
-        ),
+        (is_ray_v1, "RayDistributedExecutor returns no timings; use Ray's V2 executor backend"),
+        (pp == 1, "pipeline_parallel_size=1 has no pipeline to keep full; it needs > 1"),
+        (not chunked, "enable_chunked_prefill=False leaves no chunks to size; it needs True"),
+        (role == "kv_consumer", "kv_role=kv_consumer is a decode instance without prefills"),
+        (is_hybrid, "this model's state cache dictates where chunks end (hybrid/Mamba model)"),
         (settings.is_min_chunk_too_large(budget), settings.explain_min_chunk(budget)),
-        (
-            not settings.runtime_calibration,
-            "runtime calibration is off (need_timing=false), and the startup sweep, being "
-            "attention-free, does not identify the attention term; it needs true",
-        ),
+        (not settings.runtime_calibration, NEEDS_CALIBRATION),
     )
     return next((why for failed, why in checks if failed), None)
 

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from isochunk.vllm.adapter import Adapter, attach
+
+logger = logging.getLogger(__name__)
 
 
 class DynamicChunkingMixin:
@@ -22,13 +25,22 @@ class DynamicChunkingMixin:
         super().__init__(*args, **kwargs)
         self._adapter = attach(self)
 
+    def _tell(self, call: str, *args: Any, default: Any = None) -> Any:
+        """Call the adapter; a fault of ours turns it off and leaves the engine running."""
+        if self._adapter is None:
+            return default
+        try:
+            return getattr(self._adapter, call)(*args)
+        except Exception:
+            logger.exception("Dynamic chunking failed; it is off now and chunks stay fixed")
+            self._adapter = None
+            return default
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's Scheduler."""
-        if self._adapter is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._adapter.begin_step()
+        self._tell("begin_step")
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._adapter.end_step(output)
+        self._tell("end_step", output)
         return output
 
     def _reserve_prefill_lookahead(
@@ -38,9 +50,9 @@ class DynamicChunkingMixin:
         # num_computed_tokens is the true one) and just before it allocates KV blocks.
         clamp = super()._reserve_prefill_lookahead  # type: ignore[misc]
         allowed: int = clamp(request, num_computed_tokens, num_new_tokens)
-        if self._adapter is None or allowed <= 1:
+        if allowed <= 1:
             return allowed
-        wanted = self._adapter.size(request, num_computed_tokens, allowed)
+        wanted = self._tell("size", request, num_computed_tokens, allowed, default=allowed)
         if not 0 < wanted < allowed:
             return min(wanted, allowed)  # 0: not in this step
         return clamp(request, num_computed_tokens, wanted) or allowed
@@ -48,10 +60,8 @@ class DynamicChunkingMixin:
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's Scheduler."""
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        if self._adapter is not None:
-            self._adapter.batch_done(scheduler_output)
-            if self._adapter.is_done:
-                self._adapter = None
+        if self._tell("batch_done", scheduler_output):
+            self._adapter = None
         return outputs
 
 

@@ -53,7 +53,8 @@ def install(worker: Any) -> str | None:
     """Start timing tagged batches on this worker; returns why it cannot, or None."""
     runner = worker.model_runner
     model = runner.get_model()
-    if not isinstance(model, nn.Module) or type(model).__call__ is not nn.Module.__call__:
+    is_plain = isinstance(model, nn.Module) and type(model).__call__ is nn.Module.__call__
+    if not is_plain or getattr(model, "_compiled_call_impl", None) is not None:
         # E.g. an outer class compiled with support_torch_compile: module hooks don't run.
         return f"the model class {type(model).__name__} bypasses forward hooks"
     if not hasattr(runner, "_dummy_run"):
@@ -63,11 +64,12 @@ def install(worker: Any) -> str | None:
     execute_model = runner.execute_model
 
     def tagged_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        timer.tag = getattr(scheduler_output, TAG, None)
+        before = timer.tag  # the sweep's, where a dummy run comes through here (V2 runner)
+        timer.tag = getattr(scheduler_output, TAG, before)
         try:
             return execute_model(scheduler_output, *args, **kwargs)
         finally:
-            timer.tag = None
+            timer.tag = before
 
     runner.execute_model = tagged_execute_model
     setattr(runner, _TIMER, timer)
@@ -85,9 +87,8 @@ def uninstall(worker: Any) -> None:
 def sweep(worker: Any, sizes: tuple[int, ...]) -> tuple[int, list[tuple[int, float]]]:
     """Attention-free dummy forwards: the stage, and the best ms of each size.
 
-    One warm-up forward, then two per size. An exception is the caller's startup error. With
-    TP the other ranks of the stage already wait in a collective for this one and would never
-    answer, so the process ends instead; vLLM's monitor then stops the whole engine.
+    An exception is the caller's startup error. With TP, the stage's other ranks wait for this
+    one in a collective, so the process ends instead and vLLM's monitor stops the engine.
     """
     try:
         return get_pp_group().rank_in_group, _sweep(worker.model_runner, sizes)
