@@ -153,7 +153,8 @@ class Adapter:
 
     def _stop_timing_if_done(self) -> None:
         """Installed or given up: take everything off the workers, once."""
-        if self._is_timing and not self.controller.needs_timing:
-            self._is_timing = False
+        if self._is_timing:
             metrics.INSTALLED.set(bool(self.controller.models))
-            self._executor.collective_rpc(worker.uninstall, non_block=True)
+            self._is_timing = self.controller.needs_timing
+            if not self._is_timing:
+                self._executor.collective_rpc(worker.uninstall, non_block=True)
