@@ -1,7 +1,4 @@
-"""vLLM schedulers with dynamic chunking: thin subclasses that only clamp prefill chunks.
-
-``DynamicChunkingScheduler`` is the one to name in ``--scheduler-cls``.
-"""
+"""vLLM schedulers with dynamic chunking; ``--scheduler-cls`` takes the last class here."""
 
 from __future__ import annotations
 
