@@ -70,7 +70,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory for models, logs and the page.")] = Path(
         "demo-out"
     ),
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds per model.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds per model.")] = 2,
 ) -> None:
     """Serve two small models with two pipeline stages on the CPU and compare the TTFT."""
     _need("vllm", "cpu")

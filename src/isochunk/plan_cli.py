@@ -181,7 +181,7 @@ def _table(num_prompt: int, concurrency: int, rows: list[Prediction]) -> Table:
     best_fixed = min(row.ttft_ms for row in rows if row.name.startswith("fixed"))
     table = Table(title=f"{num_prompt} tokens, concurrency {concurrency}", title_justify="left")
     table.add_column("policy")
-    for column in ("steps", "mean TTFT [s]", "/ best fixed", "prompt tok/s"):
+    for column in ("steps", "mean TTFT (s)", "/ best fixed", "prompt tok/s"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(

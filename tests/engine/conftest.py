@@ -69,7 +69,7 @@ class Engine:
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
-    def calibrate(self, num_tokens: int, max_prompts: int = 8) -> int:
+    def calibrate(self, num_tokens: int, max_prompts: int = 15) -> int:
         """Single prompts until the model is installed; returns how many it took."""
         for i in range(max_prompts):
             self.generate([random_prompt(num_tokens, seed=900 + i)])
@@ -127,7 +127,8 @@ def make_engine(toy: Path) -> Callable[..., Any]:
 
         own = {"enabled": True, "policy": "equal-latency", "smooth_factor": 1.0}
         own |= {"min_chunk_size": 128}
-        own |= {"allow_request_override": True} | (settings or {})
+        # More samples than by default: a busy test machine may need them.
+        own |= {"allow_request_override": True, "max_calibration_samples": 90} | (settings or {})
         options = {
             "model": str(toy),
             "pipeline_parallel_size": 2,
@@ -151,7 +152,7 @@ def make_engine(toy: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def engine(make_engine: Callable[..., Any]) -> Iterator[Engine]:
-    """A shared engine without prefix caching, calibrated."""
+    """A shared engine with the equal-latency policy, without prefix caching, calibrated."""
     with make_engine() as made:
         made.calibrate(6144)
         yield made
@@ -159,7 +160,7 @@ def engine(make_engine: Callable[..., Any]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def caching_engine(make_engine: Callable[..., Any]) -> Iterator[Engine]:
-    """A shared engine with prefix caching, calibrated."""
-    with make_engine(enable_prefix_caching=True) as made:
+    """A shared engine with the default policy (auto) and prefix caching, calibrated."""
+    with make_engine({"policy": "auto"}, enable_prefix_caching=True) as made:
         made.calibrate(6144)
         yield made

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from isochunk.policies import ChunkReason, Prefill
+from isochunk.chunk_plan import plan_chunks
+from isochunk.policies import ChunkReason
 from tests.engine.conftest import Engine, random_prompt
 from tests.engine.worker_checks import leftovers
 
@@ -20,7 +21,7 @@ def test_installs_within_the_first_single_requests_and_cleans_up(make_engine: An
     with make_engine() as engine:
         before = engine.core.model_executor.collective_rpc(leftovers)
         assert all(before)  # hooks and wrapper are on while it calibrates
-        assert engine.calibrate(6144) <= 6
+        assert engine.calibrate(6144) <= 8
         assert len(engine.controller.models) == 2
         assert not engine.scheduler._adapter._is_timing
         assert engine.core.model_executor.collective_rpc(leftovers) == [[], []]
@@ -67,12 +68,13 @@ def test_prefix_cache_hit_is_sized_at_the_true_prefix(
     caching_engine.generate([shared + random_prompt(200, seed=6)])
     with caching_engine.trace() as log:
         caching_engine.generate([shared + random_prompt(4096, seed=7)])
-    _, cached, new, _ = log.chunks[0]
+    cached = log.chunks[0][1]
     block = caching_engine.scheduler.block_size
     assert cached == num_shared // block * block
-    policy = caching_engine.controller.policy
-    assert new == policy.size(Prefill("r", cached, num_shared + 4096 - cached), 1024).num_tokens
-    assert (new == 1024) is (cached == 0)
+    controller = caching_engine.controller
+    remaining = num_shared + 4096 - cached
+    plan = plan_chunks(controller.pipeline, cached, remaining, 1024, controller.alignment)
+    assert [chunk[1] + chunk[2] for chunk in log.chunks] == list(plan.ends)
     assert sum(new for _, _, new, _ in log.chunks) == num_shared + 4096 - cached
 
 
@@ -120,3 +122,22 @@ def test_reports_chunks_by_reason_in_the_metrics(engine: Engine) -> None:
     engine.generate([random_prompt(10, seed=33)])  # counts are exported step by step
     assert value() - before >= num_chunks
     assert REGISTRY.get_sample_value("isochunk_model_installed") == 1
+
+
+def test_auto_packs_overlapping_prompts_and_completes_them(caching_engine: Engine) -> None:
+    """Several long and short prompts at once: sized from the model, every token exactly once."""
+    lengths = [9000, 200, 7000, 1500, 64, 5000, 300, 3000]
+    prompts = [random_prompt(length, seed=200 + i) for i, length in enumerate(lengths)]
+    with caching_engine.trace() as log:
+        outputs = caching_engine.generate(prompts, max_tokens=3)
+    assert [len(tokens) for tokens in outputs] == [3] * len(lengths)
+    scheduled: dict[str, int] = {}
+    for request_id, _, new, _ in log.chunks:
+        scheduled[request_id] = scheduled.get(request_id, 0) + new
+    # A prompt's last token alone isn't a prefill to size.
+    assert all(
+        0 <= full - found <= 1
+        for full, found in zip(sorted(lengths), sorted(scheduled.values()), strict=True)
+    )
+    assert ChunkReason.MODEL in {reason for *_, reason in log.chunks}
+    assert caching_engine.scheduler._adapter._num_in_flight == 0
