@@ -4,10 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochunk.latency import LatencyModel
-from isochunk.makespan import Pipeline, lower_bounds_ms, makespans_ms, single_prefill_ms
+from isochunk.makespan import Pipeline, makespans_ms, single_prefill_ms
 from isochunk.pipeline import simulate
 from isochunk.policies import ChunkDecision, ChunkReason, Prefill, Step
 from isochunk.workload import ClosedLoop, Request
+from tests.lower_bounds import lower_bounds_ms
 
 models = st.builds(
     LatencyModel,

