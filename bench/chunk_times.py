@@ -1,7 +1,7 @@
 """Equal-latency chunks on the real engine: how equal they are, and how well they are predicted.
 
-``python -m bench.chunk_times [--budget 4096] [--prompt-tokens 16384] [--prompts 5]``: the toy
-model on two CPU stages, smoothing 1.0; fixed chunks of the same budget beside it.
+``python -m bench.chunk_times [--budget 4096] [--prompt-tokens 16384] [--prompts 5]
+[--block-size 128]``: the toy model on two CPU stages, smoothing 1.0; fixed chunks of the same budget beside it.
 """
 
 import argparse
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--prompt-tokens", type=int, default=16384)
     parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--block-size", type=int, default=128, help="KV block: chunk alignment")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_toy_model(Path(folder) / "toy")
@@ -44,6 +45,7 @@ def main() -> None:
                 "max_model_len": args.prompt_tokens + 64,
                 "dtype": "float32",
                 "enforce_eager": True,
+                "block_size": args.block_size,
             },
         )
         try:
@@ -65,7 +67,10 @@ def main() -> None:
         by_prompt[key].append((piece["num_cached"], line["latency_ms"]))
         if piece["reason"] == "model":
             errors.append(abs(line["predicted_ms"] / line["latency_ms"] - 1))
-    print(f"budget {args.budget}, {args.prompt_tokens} tokens, {args.prompts} prompts each")
+    print(
+        f"budget {args.budget}, {args.prompt_tokens} tokens, {args.prompts} prompts each, "
+        f"chunk ends aligned to {args.block_size}"
+    )
     print(f"installed after {num_calibration} prompts")
     for stage, fitted in enumerate(models):
         print(f"  stage {stage}: {fitted}")
