@@ -1,7 +1,8 @@
 """Equal-latency chunks on the real engine: how equal they are, and how well they are predicted.
 
 ``python -m bench.chunk_times [--budget 4096] [--prompt-tokens 16384] [--prompts 5]
-[--block-size 128]``: the toy model on two CPU stages, smoothing 1.0; fixed chunks of the same budget beside it.
+[--block-size 128]``: the toy model on two CPU stages, smoothing 1.0; fixed chunks of the same
+budget beside it.
 """
 
 import argparse
