@@ -11,11 +11,11 @@ def main() -> None:
     llm = LLM(
         model=model,
         pipeline_parallel_size=num_stages,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=2048,  # small, so that 4000 tokens are several chunks
         scheduler_cls="isochunk.vllm.scheduler.DynamicChunkingScheduler",
         additional_config={"isochunk": {"enabled": True}},
     )
-    text = "The quick brown fox jumps over the lazy dog. " * 1500
+    text = "The quick brown fox jumps over the lazy dog. " * 400
     # The first long prompts calibrate; the log then says that the model is installed.
     for number in range(5):
         (output,) = llm.generate(f"{number}. {text}", SamplingParams(max_tokens=16, temperature=0))
