@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 SMOOTH_FACTOR_ENV = "ISOCHUNK_DYNAMIC_CHUNKING_SMOOTH_FACTOR"
 OWN_KEY = "isochunk"
+OVERRIDE_ARG = "isochunk_fixed_chunk"
+"""In a request's ``vllm_xargs``: fixed chunks of this many tokens, 0 = the whole budget."""
 ASCEND_KEY = "profiling_chunk_config"
 
 # vLLM-Ascend's name -> ours.

@@ -72,9 +72,6 @@ class BenchEngine:
             raise BenchError("dynamic chunking is off on this engine; the log says why")
         self.budget: int = self._scheduler.max_num_scheduled_tokens
         self.controller: ChunkController = self._scheduler._adapter.controller
-        self.num_layers = (
-            self._llm.llm_engine.vllm_config.model_config.get_total_num_hidden_layers()
-        )
 
     def calibrate(self, num_tokens: int) -> int:
         """Single prompts until the model is installed; returns their number.

@@ -70,7 +70,7 @@ class Measurement:
 
 @dataclass
 class Comparison:
-    """A cell and its measurements, best fixed size first known by median TTFT."""
+    """A cell and its measurements."""
 
     cell: Cell
     measurements: list[Measurement]
@@ -81,10 +81,6 @@ class Comparison:
         return min(
             (m for m in self.measurements if m.policy.startswith("fixed")), key=lambda m: m.ttft_s
         )
-
-    def get(self, policy: str) -> Measurement:
-        """The measurement of a policy."""
-        return next(m for m in self.measurements if m.policy == policy)
 
 
 def compare(

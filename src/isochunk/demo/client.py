@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 
+from isochunk.config import OVERRIDE_ARG
+
 TIMEOUT_S = 300.0
-OVERRIDE_ARG = "isochunk_fixed_chunk"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from vllm import envs
 from vllm.v1.core.sched.interface import PauseState
 
 from isochunk import metrics
-from isochunk.config import DynamicChunkingConfig, resolve_config
+from isochunk.config import OVERRIDE_ARG, DynamicChunkingConfig, resolve_config
 from isochunk.controller import ChunkController
 from isochunk.policies import FixedChunk, Prefill, Step, chunk_alignment
 from isochunk.probes import plan_sweep
@@ -24,9 +24,6 @@ from isochunk.vllm.internals import find_executor, warm_up_cpu_pipeline, why_uns
 logger = logging.getLogger(__name__)
 
 MAX_LISTED_WAITING = 32
-
-OVERRIDE_ARG = "isochunk_fixed_chunk"
-"""In a request's ``vllm_xargs``: fixed chunks of this many tokens, 0 = the whole budget."""
 
 
 def attach(scheduler: Any) -> Adapter | None:
