@@ -1,0 +1,1 @@
+"""A KV connector for stock vLLM: pipeline-parallel prefill to decode over TCP."""
