@@ -6,8 +6,8 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,27 +34,20 @@ REFUSAL = {
 }
 
 
-class QuietServer(uvicorn.Server):
-    """Leaves the signal handlers of the test run alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Served:
     """An ASGI app on a loopback socket, in this event loop."""
 
     def __init__(self, app: ASGIApp, port: int = 0) -> None:
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port = int(self._listener.getsockname()[1])
-        self.server = QuietServer(uvicorn.Config(app, log_level="critical", ws="none"))
+        config = uvicorn.Config(app, log_level="critical", ws="none")
+        config.load()
+        self.server = uvicorn.Server(config)
+        self.server.lifespan = config.lifespan_class(config)
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self.server.serve(sockets=[self._listener]))
-        while not self.server.started:
-            assert not self._task.done()
-            await asyncio.sleep(0.001)
+        # Without serve(): that one takes over signal handlers and looks up every 0.1 s.
+        await self.server.startup(sockets=[self._listener])
 
     async def stop(self) -> None:
         """As kill -9 looks from outside: every connection is reset, new ones are refused."""
@@ -62,8 +55,8 @@ class Served:
             listening.close()
         for connection in list(self.server.server_state.connections):
             connection.transport.abort()
-        self.server.should_exit = True
-        await self._task
+        await until(lambda: not self.server.server_state.tasks)
+        await self.server.lifespan.shutdown()
 
 
 @asynccontextmanager
@@ -270,7 +263,9 @@ async def deployment(
         )
         port = await stack.enter_async_context(served(create_app(router_settings)))
         client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=10)
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False, timeout=10
+            )
         )
         yield Deployment(prefillers, decoders, client, port)
 

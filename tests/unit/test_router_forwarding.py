@@ -151,7 +151,7 @@ async def test_a_failing_prefiller_is_replaced(path: str, stream: bool, failure:
         answer = await setup.client.post(path, json=request_body(path, stream))
         await setup.assert_quiet()
         assert setup.num_calls() == ([int(failure != "refused"), 1], [1])
-        name = f"prefill,127.0.0.1:{setup.prefillers[0].port}"
+        name = f"127.0.0.1:{setup.prefillers[0].port},prefill"
         assert await setup.metric("isochunk_router_retries_total") == {name: 1}
         ids = [u.calls[0].headers["x-request-id"] for u in setup.upstreams[1:]]
         assert ids[0] == ids[1]
