@@ -38,7 +38,10 @@ class Served:
     """An ASGI app on a loopback socket, in this event loop."""
 
     def __init__(self, app: ASGIApp, port: int = 0) -> None:
-        self._listener = socket.create_server(("127.0.0.1", port))
+        # asyncio turns Nagle's algorithm off only where the protocol is named: else 40 ms more.
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", port))
         self.port = int(self._listener.getsockname()[1])
         config = uvicorn.Config(app, log_level="critical", ws="none")
         config.load()
@@ -99,9 +102,9 @@ class Upstream:
             routes=[
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
-                Route("/v1/models", lambda _: JSONResponse({"data": [{"id": self.name}]})),
-                Route("/health", lambda _: Response()),
-                Route("/metrics", lambda _: PlainTextResponse(self.metrics)),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
             ]
         )
 
@@ -114,6 +117,15 @@ class Upstream:
         if self._served is not None:
             await self._served.stop()
             self._served = None
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"data": [{"id": self.name}]})
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _metrics(self, _: Request) -> Response:
+        return PlainTextResponse(self.metrics)
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

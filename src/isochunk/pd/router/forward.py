@@ -80,11 +80,12 @@ class Forwarding:
                 prefilled = await self._prefill(send)
                 if prefilled is None:
                     return
-            decoder = decoders.pick(self._failed)
+            num_tokens = prefilled.num_prompt_tokens + self._request.max_output_tokens
+            decoder = decoders.pick(num_tokens, self._failed)
             if decoder is None:
                 break
             try:
-                await self._decode(decoder, prefilled, send)
+                await self._decode(decoder, prefilled, num_tokens, send)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 # It never had the request: the KV blocks still wait for whoever comes.
                 decoder.mark_down()
@@ -113,7 +114,7 @@ class Forwarding:
         """None if a server refused the request: the client has its answer then."""
         shared = self._shared
         num_tokens = shared.estimate.num_tokens(self._request.prompt)
-        while (prefiller := shared.prefillers.pick(self._failed)) is not None:
+        while (prefiller := shared.prefillers.pick(num_tokens, self._failed)) is not None:
             # A server that failed may still hold the first try's blocks under its id.
             request_id = self._request_id + (f"-{self._num_prefills}" * (self._num_prefills > 0))
             self._num_prefills += 1
@@ -158,11 +159,12 @@ class Forwarding:
             self._note_failure(prefiller)
         raise unavailable(NO_PREFILL)
 
-    async def _decode(self, decoder: Instance, prefilled: Prefilled, send: Send) -> None:
+    async def _decode(
+        self, decoder: Instance, prefilled: Prefilled, num_tokens: float, send: Send
+    ) -> None:
         shared = self._shared
         body = decode_body(self._request.body, prefilled.kv_params)
         upstream = self._upstream(decoder, body, prefilled.request_id, {})
-        num_tokens = prefilled.num_prompt_tokens + self._request.max_output_tokens
         with decoder.leg(num_tokens) as leg:
             waiting_s = time.perf_counter()
             async with leg.waiting(None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -69,6 +69,7 @@ class Instance:
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have the server probed at once."""
     last_picked: int = 0
+    clock: Callable[[], float] = time.monotonic
     _worked_until_s: float = 0.0
 
     @property
@@ -125,7 +126,7 @@ class Instance:
 
     def _work(self) -> None:
         """Let the time that passed do predicted work, first come, first served."""
-        now_s = time.monotonic()
+        now_s = self.clock()
         passed_ms = (now_s - self._worked_until_s) * 1000
         self._worked_until_s = now_s
         for leg in self.legs:
@@ -147,25 +148,24 @@ class Pool:
         """The servers that are up."""
         return [i for i in self.instances if i.up and i not in excluded]
 
-    def pick(self, excluded: Collection[Instance] = ()) -> Instance | None:
+    def pick(self, num_tokens: float, excluded: Collection[Instance] = ()) -> Instance | None:
         """The least-loaded server that is up; None without one.
 
-        Prefill servers by predicted remaining time, or by tokens as long as one of them
-        has no latency model; decode servers by tokens in flight. Ties go to fewer
-        requests, then in turn.
+        Prefill: where a prompt of ``num_tokens`` is predicted to be done first, or by tokens
+        in flight as long as one of the servers has no latency model. Decode: by tokens in
+        flight. Ties go to fewer requests, then in turn.
         """
         candidates = self.available(excluded)
         if not candidates:
             return None
         by_time = self.role == "prefill" and all(i.stages for i in candidates)
-        best = min(
-            candidates,
-            key=lambda i: (
-                i.remaining_ms() if by_time else i.num_tokens,
-                len(i.legs),
-                i.last_picked,
-            ),
-        )
+
+        def load(instance: Instance) -> float:
+            if by_time:
+                return instance.remaining_ms() + prefill_ms(instance.stages, num_tokens)
+            return instance.num_tokens
+
+        best = min(candidates, key=lambda i: (load(i), len(i.legs), i.last_picked))
         self._num_picked += 1
         best.last_picked = self._num_picked
         return best
