@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from isochunk.pd.router import Address, RouterSettings
 from isochunk.pd.router.command import parse_settings
+from tests.unit.router_upstreams import Upstream, until
 
 DECODER = ["--decoder-ports", "8200"]
 
@@ -22,8 +22,8 @@ DECODER = ["--decoder-ports", "8200"]
 @pytest.mark.parametrize("spelling", ["--prefiller-port", "--prefiller-ports"])
 def test_the_options_of_the_ascend_proxy(spelling: str) -> None:
     settings = parse_settings(
-        ["--host", "0.0.0.0", "--port", "9000", "--prefiller-hosts", "10.0.0.1", "10.0.0.2"]
-        + [spelling, "8100", "8101", "--decoder-hosts", "::1", "--decoder-ports", "8200"]
+        "--host 0.0.0.0 --port 9000 --prefiller-hosts 10.0.0.1 10.0.0.2 "
+        f"{spelling} 8100 8101 --decoder-hosts ::1 --decoder-ports 8200".split()
     )
     assert [a.url for a in settings.prefillers] == ["http://10.0.0.1:8100", "http://10.0.0.2:8101"]
     assert [a.url for a in settings.decoders] == ["http://[::1]:8200"]
@@ -41,8 +41,18 @@ def test_defaults() -> None:
 
 def test_mooncake_bootstrap_ports() -> None:
     settings = parse_settings(
-        ["--prefiller-ports", "1", "2", "--prefiller-bootstrap-ports", "3", "4"]
-        + ["--kv-connector", "mooncake", *DECODER]
+        [
+            "--prefiller-ports",
+            "1",
+            "2",
+            "--prefiller-bootstrap-ports",
+            "3",
+            "4",
+            "--kv-connector",
+            "mooncake",
+            "--decoder-ports",
+            "8200",
+        ]
     )
     assert [a.bootstrap_url for a in settings.prefillers] == [
         "http://127.0.0.1:3",
@@ -89,33 +99,43 @@ def test_settings_need_both_roles() -> None:
         RouterSettings(prefillers=(Address(host="a", port=1),), decoders=())
 
 
-def test_the_process_serves_and_ends_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("", 0)) as free:
+@pytest.mark.anyio
+async def test_the_process_ends_in_time_with_a_request_in_flight() -> None:
+    prefiller, decoder = Upstream("p"), Upstream("d", fail="hang_in_body")
+    await prefiller.start()
+    await decoder.start()
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-        free.close()
-        # Connections to this one stay unanswered: a request in flight for ever.
-        prefiller = silent.getsockname()[1]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "isochunk.cli", "router", "--port", str(port)]
-            + ["--prefiller-port", str(prefiller), "--decoder-port", "1"]
-            + ["--health-timeout-s", "0.2", "--shutdown-timeout-s", "1"],
-            env=os.environ,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            deadline_s = time.monotonic() + 60
-            health = None
-            while health is None:
-                assert process.poll() is None
-                assert time.monotonic() < deadline_s
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "isochunk.cli", "router", "--port", str(port)),
+        *("--prefiller-port", str(prefiller.port), "--decoder-port", str(decoder.port)),
+        *("--shutdown-timeout-s", "1"),
+        stderr=subprocess.PIPE,
+    )
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
+        async with asyncio.timeout(60):
+            while True:
+                assert process.returncode is None
                 try:
-                    health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+                    assert (await client.get("/health")).status_code == 200
+                    break
                 except httpx.TransportError:
-                    time.sleep(0.05)
-            assert health.status_code == 503
-            assert health.json()["down"]["decode"] == ["127.0.0.1:1"]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=10)
-    assert process.returncode in (0, -signal.SIGTERM), log
+                    await asyncio.sleep(0.05)
+        body = {"prompt": "hello", "stream": True}
+        flight = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: len(decoder.calls) == 1)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            _, log = await process.communicate()
+        assert process.returncode == -signal.SIGTERM, log.decode()
+        with pytest.raises(httpx.RemoteProtocolError):
+            await flight
+        await until(lambda: decoder.num_cancelled == 1)
+    await prefiller.stop()
+    await decoder.stop()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

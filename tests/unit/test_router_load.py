@@ -218,35 +218,28 @@ def test_output_tokens_for_balancing(body: bytes, expected: int) -> None:
     assert parse("/v1/completions", body).max_output_tokens == expected
 
 
-async def _balanced() -> None:
+async def _five_prompts_at_once() -> tuple[int, int]:
     async with deployment(2, model_interval_s=0.02) as setup:
         slow, fast = setup.prefillers
         slow.metrics, fast.metrics = METRICS.format(b=1.0), METRICS.format(b=0.1)
-        predicted: dict[str, float] = {}
         slow.fail = fast.fail = "hang"
-        flights = []
-
-        async def send(num_tokens: int) -> None:
-            num_calls = len(slow.calls) + len(fast.calls)
-            body = {"prompt": [1] * num_tokens}
-            flights.append(asyncio.create_task(setup.client.post("/v1/completions", json=body)))
-            await until(lambda: len(slow.calls) + len(fast.calls) > num_calls)
-
         async with asyncio.timeout(5):
-            await send(20_000)  # 10 s at 0.1 ms/token, 24 s at 1 ms/token
-            while not predicted.get(f"127.0.0.1:{slow.port}") or len(predicted) < 2:
-                predicted = await setup.metric("isochunk_router_predicted_prefill_ms")
-                if any(predicted.values()):
-                    break
-        for num_tokens in (100, 100, 100):
-            await send(num_tokens)
-        counts = sorted((len(slow.calls), len(fast.calls)))
-        assert counts == [1, 3]  # all short ones wait for each other, none for the long one
+            while sum((await setup.metric("isochunk_router_model_known")).values()) < 2:
+                await asyncio.sleep(0.01)
+        body = {"prompt": [1] * 1000}
+        flights = [
+            asyncio.create_task(setup.client.post("/v1/completions", json=body)) for _ in range(5)
+        ]
+        await until(lambda: len(slow.calls) + len(fast.calls) == 5)
+        predicted = await setup.metric("isochunk_router_predicted_prefill_ms")
+        assert 0 < predicted[f"127.0.0.1:{fast.port}"] <= 5 * prefill_ms((STAGE,), 1000)
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
         await setup.assert_quiet()
+        return len(slow.calls), len(fast.calls)
 
 
-def test_short_prompts_avoid_the_server_with_a_long_one() -> None:
-    asyncio.run(_balanced())
+def test_models_published_by_the_servers_decide() -> None:
+    # Five prompts of 0.1 s one after the other are done before one of 1 s.
+    assert asyncio.run(_five_prompts_at_once()) == (0, 5)

@@ -16,7 +16,8 @@ HOP_BY_HOP = {
     "upgrade",
 }
 # The body to the servers is a new one, and its answer must not be compressed: events are
-# taken apart. The request id is set for both servers alike.
+# taken apart. The request id is set for both servers alike. A data-parallel rank means
+# something behind one server only, and for Mooncake the router chooses it.
 NOT_FORWARDED = HOP_BY_HOP | {
     "accept-encoding",
     "content-encoding",
@@ -24,6 +25,7 @@ NOT_FORWARDED = HOP_BY_HOP | {
     "content-type",
     "expect",
     "host",
+    "x-data-parallel-rank",
     "x-request-id",
 }
 NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}

@@ -60,6 +60,12 @@ class RouterMetrics:
             ["instance"],
             registry=registry,
         )
+        modelled = Gauge(
+            "isochunk_router_model_known",
+            "1 if the server's latency model is known: its load is predicted time.",
+            ["instance"],
+            registry=registry,
+        )
         up = Gauge("isochunk_router_up", "1 if the server is up.", labels, registry=registry)
         for instance in instances:
             # Read at scrape time: a gauge that is counted up and down could drift.
@@ -69,6 +75,7 @@ class RouterMetrics:
             up.labels(*where).set_function(lambda i=instance: i.up)
             if instance.role == "prefill":
                 predicted.labels(instance.name).set_function(instance.remaining_ms)
+                modelled.labels(instance.name).set_function(lambda i=instance: bool(i.stages))
 
     def render(self) -> bytes:
         """Prometheus text."""
