@@ -41,18 +41,8 @@ def test_defaults() -> None:
 
 def test_mooncake_bootstrap_ports() -> None:
     settings = parse_settings(
-        [
-            "--prefiller-ports",
-            "1",
-            "2",
-            "--prefiller-bootstrap-ports",
-            "3",
-            "4",
-            "--kv-connector",
-            "mooncake",
-            "--decoder-ports",
-            "8200",
-        ]
+        ["--kv-connector", "mooncake", "--prefiller-ports", "1", "2", *DECODER]
+        + ["--prefiller-bootstrap-ports", "3", "4"]
     )
     assert [a.bootstrap_url for a in settings.prefillers] == [
         "http://127.0.0.1:3",
