@@ -63,6 +63,13 @@ if find_spec("vllm") is not None and find_spec("plotly") is not None:
     from isochunk.benchmark.command import bench
 
     app.command()(bench)
+if all(map(find_spec, ("httpx", "starlette", "uvicorn", "prometheus_client"))):
+    from isochunk.pd.router.command import router
+
+    app.command(
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(router)
 
 
 @app.command()
