@@ -1,0 +1,1 @@
+"""Prefill-decode deployments: topology file, launcher and router."""
