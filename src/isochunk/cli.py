@@ -63,6 +63,10 @@ if find_spec("vllm") is not None and find_spec("plotly") is not None:
     from isochunk.benchmark.command import bench
 
     app.command()(bench)
+if all(find_spec(module) is not None for module in ("yaml", "httpx", "psutil")):
+    from isochunk.pd.up import up
+
+    app.command()(up)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isochunk.config import ConfigError, resolve_config
 from isochunk.pd.connectors import CONNECTORS
-from isochunk.pd.placement import Server, get_connector, get_nodes, get_router_node
+from isochunk.pd.placement import Server, get_connector, get_nodes
 from isochunk.pd.ports import PortUse, list_port_uses
 from isochunk.pd.problems import KeyPath, Problem, show
 from isochunk.pd.topology import Instance, Topology
@@ -125,7 +125,9 @@ def find_num_layers(topology: Topology) -> int | None:
         return topology.num_layers
     try:
         config = json.loads((Path(topology.model) / "config.json").read_bytes())
-        found = config.get("num_hidden_layers", config.get("text_config", {}).get("num_hidden_layers"))
+        found = config.get(
+            "num_hidden_layers", config.get("text_config", {}).get("num_hidden_layers")
+        )
     except (OSError, ValueError, AttributeError):  # vLLM will say what is wrong with it
         return None
     return found if isinstance(found, int) else None

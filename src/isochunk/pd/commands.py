@@ -90,7 +90,9 @@ def _server_part(topology: Topology, server: Server, index: int) -> Part:
     instance = server.instance
     is_api = index < len(server.endpoints)
     argv = ["serve", model_path(topology)]
-    name = topology.served_model_name or (topology.model if topology.model in BUILT_IN_MODELS else "")
+    name = topology.served_model_name or (
+        topology.model if topology.model in BUILT_IN_MODELS else ""
+    )
     if name:
         argv += ["--served-model-name", name]
     if is_api:

@@ -43,9 +43,7 @@ _NIXL = Connector(
 )
 
 CONNECTORS = {
-    "push": Connector(
-        "PushConnector", module_path="isochunk.vllm.push.connector", protocol="push"
-    ),
+    "push": Connector("PushConnector", module_path="isochunk.vllm.push.connector", protocol="push"),
     "nixl": _NIXL,
     "nixl-pull": replace(_NIXL, vllm_class="NixlPullConnector", takes_pipeline=False),
     "mooncake": Connector(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from isochunk.pd.problems import KeyPath, Problem, show
 from isochunk.pd.topology import Decode, Instance, Node, Prefill, Topology
 
 LOCAL = Node(host="127.0.0.1")
+Role = Literal["prefill", "decode"]
 _ANY = ("0.0.0.0", "::")
 
 
@@ -30,7 +32,7 @@ class Server:
     """
 
     name: str
-    role: Literal["prefill", "decode"]
+    role: Role
     instance: Prefill | Decode
     path: KeyPath
     nodes: tuple[str, ...]
@@ -79,7 +81,7 @@ def get_nodes(topology: Topology) -> dict[str, Node]:
     return topology.nodes or {"local": LOCAL}
 
 
-def get_router_node(topology: Topology, servers: list[Server] | tuple[Server, ...]) -> str:
+def get_router_node(topology: Topology, servers: Sequence[Server]) -> str:
     """The router's node: the one named, else that of the first prefill instance."""
     return topology.router.node or servers[0].nodes[0]
 
@@ -91,7 +93,7 @@ def place(topology: Topology) -> tuple[list[Server], list[Problem]]:
     next_kv_port: dict[str, int] = {}
     servers: list[Server] = []
     problems: list[Problem] = []
-    groups: tuple[tuple[Literal["prefill", "decode"], list[Prefill] | list[Decode]], ...] = (
+    groups: tuple[tuple[Role, Sequence[Prefill | Decode]], ...] = (
         ("prefill", topology.prefill),
         ("decode", topology.decode),
     )

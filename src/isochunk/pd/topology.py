@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv6Address
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from isochunk.config import DynamicChunkingConfig
 from isochunk.pd.vllm_args import VALID, check_args
+
+
+def _check_address(host: str) -> str:
+    return str(IPv6Address(host)) if ":" in host else host
+
 
 Name = Annotated[
     str,
@@ -17,7 +23,11 @@ Name = Annotated[
         description="at most 64 letters, digits, '.', '_' and '-'",
     ),
 ]
-Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9._:%-]*$", description="a host name or IP address")]
+Host = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9._:-]*$", description="a host name or IP address"),
+    AfterValidator(_check_address),
+]
 Port = Annotated[int, Field(ge=1, le=65535, description="a TCP port, 1..65535")]
 Count = Annotated[int, Field(ge=1, le=4096, description="a whole number, 1..4096")]
 Tokens = Annotated[int, Field(ge=1, description="a whole number of tokens > 0")]
@@ -104,9 +114,7 @@ class Instance(_Model):
     devices: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, description="a list of device numbers, such as [0, 1]"
     )
-    max_num_batched_tokens: Tokens | None = Field(
-        None, description="a whole number of tokens > 0"
-    )
+    max_num_batched_tokens: Tokens | None = Field(None, description="a whole number of tokens > 0")
     dynamic_chunking: Chunking
     args: VllmArgs
     env: Env
@@ -162,7 +170,9 @@ class Topology(_Model):
     kv_transfer: KVTransfer
     prefill: list[Prefill] = Field(min_length=1, description="a list of at least one instance")
     decode: list[Decode] = Field(min_length=1, description="a list of at least one instance")
-    router: Router = Field(default_factory=Router, description="a mapping: host, port, node")
+    router: Router = Field(
+        default_factory=lambda: Router.model_validate({}), description="a mapping: host, port, node"
+    )
     nodes: dict[Name, Node] = Field(
         default_factory=dict, description="a mapping such as {prefill-0: {host: 10.0.0.1}}"
     )

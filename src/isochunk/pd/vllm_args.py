@@ -13,7 +13,7 @@ from typing import Any
 Args = dict[str, Any] | list[str]
 
 VALID = (
-    'a mapping such as {max-model-len: 8192, enforce-eager: true} or a list such as '
+    "a mapping such as {max-model-len: 8192, enforce-eager: true} or a list such as "
     '["--max-model-len", "8192"]'
 )
 
