@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isochunk.config import ConfigError, resolve_config
 from isochunk.pd.connectors import CONNECTORS
-from isochunk.pd.placement import Server, get_connector, get_nodes
+from isochunk.pd.placement import Server, get_connector, get_nodes, place
 from isochunk.pd.ports import PortUse, list_port_uses
 from isochunk.pd.problems import KeyPath, Problem, show
 from isochunk.pd.topology import Instance, Topology
@@ -73,9 +73,10 @@ OWNED_ENV = {
 }
 
 
-def find_problems(topology: Topology, servers: Sequence[Server]) -> list[Problem]:
-    """Everything that would keep the deployment from working."""
-    problems = [*_check_connector(topology), *_check_names(topology, servers)]
+def find_problems(topology: Topology) -> tuple[list[Server], list[Problem]]:
+    """The servers, and everything that would keep the deployment from working."""
+    servers, problems = place(topology)
+    problems += [*_check_connector(topology), *_check_names(topology, servers)]
     problems += _check_owned(topology.args, topology.env, ())
     flags = iterate_flags(topology.router.args)
     problems += _check_flags(flags, ("router", "args"), _ROUTER_FLAGS)
@@ -94,7 +95,7 @@ def find_problems(topology: Topology, servers: Sequence[Server]) -> list[Problem
         problems += _check_chunking(topology, server)
     if not problems:  # they would only follow from the others
         problems += _check_ports(list_port_uses(topology, servers))
-    return problems
+    return servers, problems
 
 
 def find_warnings(topology: Topology, servers: Sequence[Server]) -> list[Problem]:

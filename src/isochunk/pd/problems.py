@@ -67,5 +67,8 @@ def describe(file: str, lines: Mapping[KeyPath, int], problems: Iterable[Problem
             path = path[:-1]
         valid = f"; valid: {problem.valid}" if problem.valid else ""
         line = lines.get(path, 1)
-        placed.append((line, f"{file}:{line}: {spell(problem.path)}: {problem.message}{valid}"))
+        text = f"{spell(problem.path)}: {problem.message}{valid}"
+        # Keys may hold anything, but a problem is one line.
+        shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        placed.append((line, f"{file}:{line}: {shown}"))
     return [text for _, text in sorted(placed, key=lambda item: item[0])]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from isochunk.pd.checks import find_problems, find_warnings
-from isochunk.pd.placement import Server, place
+from isochunk.pd.placement import Server
 from isochunk.pd.problems import Problem, TopologyError, describe, show
 from isochunk.pd.topology import Topology
 from isochunk.pd.yaml_lines import read_yaml
@@ -67,8 +67,7 @@ def parse_topology(text: str, file: str) -> Deployment:
         topology = Topology.model_validate(document.data)
     except ValidationError as error:
         raise TopologyError(describe(file, document.lines, _explain(error))) from None
-    servers, problems = place(topology)
-    problems += find_problems(topology, servers)
+    servers, problems = find_problems(topology)
     if problems:
         raise TopologyError(describe(file, document.lines, problems))
     warnings = describe(file, document.lines, find_warnings(topology, servers))

@@ -11,6 +11,7 @@ from isochunk.pd.problems import KeyPath, Problem, TopologyError, describe, show
 
 _TAG = "tag:yaml.org,2002:"
 _MAX_INT = 2**63
+_MAX_DEPTH = 50
 
 
 class _BadYamlError(Exception):
@@ -38,7 +39,13 @@ def read_yaml(text: str, file: str) -> Document:
     """
     document = Document()
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                message, valid = "nested too deeply", f"at most {_MAX_DEPTH} levels"
+                raise _BadYamlError(event.start_mark.line + 1, Problem((), message, valid))
             if isinstance(event, yaml.AliasEvent):
                 message = f"*{event.anchor} refers to an anchor"
                 valid = "values written out; what instances share belongs into args and env on top"
@@ -56,8 +63,6 @@ def read_yaml(text: str, file: str) -> Document:
         raise TopologyError(describe(file, {(): mark.line + 1 if mark else 1}, [problem])) from None
     except yaml.YAMLError as error:
         raise TopologyError([f"{file}:1: file: not YAML: {str(error).splitlines()[0]}"]) from None
-    except RecursionError:
-        raise TopologyError([f"{file}:1: file: nested too deeply; valid: a few levels"]) from None
     return document
 
 
