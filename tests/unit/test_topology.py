@@ -157,6 +157,23 @@ def test_side_channels_use_the_address_of_their_node_and_a_port_per_rank() -> No
     assert sides == [("10.0.0.1", "5600"), ("10.0.0.1", "5601"), ("10.0.0.2", "5601")]
 
 
+def test_push_listens_where_other_nodes_reach_it() -> None:
+    found = parts(two_nodes_decode("data_parallel_size: 2"))
+    config = json.loads(option(found["prefill-0"], "--kv-transfer-config"))
+    assert config["kv_connector_extra_config"] == {"host": "10.0.0.1"}
+    assert "extra_config" not in option(found["decode-0"], "--kv-transfer-config")
+
+
+def test_router_learns_the_bootstrap_ports_of_mooncake() -> None:
+    text = MINIMAL.replace("push", "mooncake").replace(P, f"{P}\n    replicas: 2")
+    found = parts(text)
+    ports = [part.env.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for part in found.values()]
+    assert ports == ["8998", "8999", None, None]
+    router = found["router"].argv
+    start = router.index("--prefiller-bootstrap-ports")
+    assert router[start + 1 : start + 4] == ("8998", "8999", "--kv-connector")
+
+
 def test_calibration_covers_dynamic_prefill_instances() -> None:
     text = MINIMAL + "calibrate: true\nargs: {max-model-len: 8192}\n"
     expected = "calibrate --base-url http://127.0.0.1:8100 --prompt-tokens 8191 --requests 5"

@@ -63,6 +63,7 @@ _ROUTER_FLAGS = {
     "--prefiller-ports": "prefill",
     "--decoder-hosts": "decode",
     "--decoder-ports": "decode",
+    "--prefiller-bootstrap-ports": "kv_port",
     "--kv-connector": "kv_transfer",
 }
 OWNED_ENV = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from isochunk.config import DynamicChunkingConfig
 from isochunk.flags import spell_flag
-from isochunk.pd.placement import Server, get_connector, get_nodes, get_router_node
+from isochunk.pd.placement import LOCAL, Server, get_connector, get_nodes, get_router_node
 from isochunk.pd.topology import Env, Topology
 from isochunk.pd.topology_file import Deployment
 from isochunk.pd.vllm_args import iterate_flags, merge_args
@@ -110,7 +110,7 @@ def _server_part(topology: Topology, server: Server, index: int) -> Part:
         argv += ["--max-num-batched-tokens", str(instance.max_num_batched_tokens)]
     if server.is_dynamic():
         argv += _chunking(instance.dynamic_chunking)
-    argv += ["--kv-transfer-config", json.dumps(_kv_transfer(topology, server))]
+    argv += ["--kv-transfer-config", json.dumps(_kv_transfer(topology, server, index))]
     argv += merge_args(topology.args, instance.args)
     health_url = f"{_url(*server.endpoints[index if is_api else 0])}/health"
     return Part(
@@ -155,7 +155,7 @@ def _chunking(settings: DynamicChunkingConfig | None) -> Iterator[str]:
                 yield spell_flag(setting)
 
 
-def _kv_transfer(topology: Topology, server: Server) -> dict[str, Any]:
+def _kv_transfer(topology: Topology, server: Server, index: int) -> dict[str, Any]:
     connector, transfer = get_connector(topology), topology.kv_transfer
     assert connector is not None  # checked with the file
     config: dict[str, Any] = {"kv_connector": connector.vllm_class}
@@ -166,8 +166,12 @@ def _kv_transfer(topology: Topology, server: Server) -> dict[str, Any]:
         config["kv_buffer_device"] = transfer.kv_buffer_device
     if transfer.kv_load_failure_policy:
         config["kv_load_failure_policy"] = transfer.kv_load_failure_policy
-    if transfer.extra_config:
-        config["kv_connector_extra_config"] = transfer.extra_config
+    extra = dict(transfer.extra_config)
+    host = server.hosts[index]
+    if connector.host_setting and server.role == "prefill" and host != LOCAL.host:
+        extra.setdefault(connector.host_setting, host)
+    if extra:
+        config["kv_connector_extra_config"] = extra
     return config
 
 
@@ -194,6 +198,9 @@ def _router_part(topology: Topology, servers: tuple[Server, ...]) -> Part:
         ends = [end for server in servers if server.role == role for end in server.endpoints]
         argv += [f"{option}-hosts", *(host for host, _ in ends)]
         argv += [f"{option}-ports", *(str(port) for _, port in ends)]
+    if connector.router_ports:
+        first_ports = [first for s in servers for first, _ in s.kv_ports[: len(s.endpoints)]]
+        argv += [connector.router_ports, *(str(port) for port in first_ports)]
     argv += ["--kv-connector", connector.protocol, *merge_args({}, router.args)]
     url = router_url(topology, servers)
     node = get_router_node(topology, servers)

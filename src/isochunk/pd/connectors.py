@@ -21,6 +21,9 @@ class Connector:
         host_env: variable for the address that its side channel is reached under.
         port_env: variable for the first port of its side channel.
         default_port: where those ports start on a node.
+        router_ports: option of the router for those ports of the prefill instances.
+        host_setting: key of ``kv_connector_extra_config`` for the address where prefill listens;
+            127.0.0.1 without it.
         is_port_per_rank: whether data-parallel ranks use a port each, on both sides; else it is
             one port, on prefill instances only.
     """
@@ -32,6 +35,8 @@ class Connector:
     host_env: str | None = None
     port_env: str | None = None
     default_port: int = 0
+    router_ports: str | None = None
+    host_setting: str | None = None
     is_port_per_rank: bool = True
 
 
@@ -43,7 +48,12 @@ _NIXL = Connector(
 )
 
 CONNECTORS = {
-    "push": Connector("PushConnector", module_path="isochunk.vllm.push.connector", protocol="push"),
+    "push": Connector(
+        "PushConnector",
+        module_path="isochunk.vllm.push.connector",
+        protocol="push",
+        host_setting="host",
+    ),
     "nixl": _NIXL,
     "nixl-pull": replace(_NIXL, vllm_class="NixlPullConnector", takes_pipeline=False),
     "mooncake": Connector(
@@ -51,6 +61,7 @@ CONNECTORS = {
         protocol="mooncake",
         port_env="VLLM_MOONCAKE_BOOTSTRAP_PORT",
         default_port=8998,
+        router_ports="--prefiller-bootstrap-ports",
         is_port_per_rank=False,
     ),
 }
