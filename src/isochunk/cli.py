@@ -70,6 +70,10 @@ if all(map(find_spec, ("httpx", "starlette", "uvicorn", "prometheus_client"))):
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )(router)
+if all(find_spec(module) is not None for module in ("yaml", "httpx", "psutil")):
+    from isochunk.pd.up import up
+
+    app.command()(up)
 
 
 @app.command()

@@ -30,21 +30,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     fields = DynamicChunkingConfig.model_fields
     for setting, metavar in _VALUES.items():
         group.add_argument(
-            _flag(setting),
+            spell_flag(setting),
             dest=_PREFIX + setting,
             metavar=metavar,
             default=None,
             help=f"{fields[setting].description} (default: {fields[setting].default})",
         )
     group.add_argument(
-        _flag("allow_request_override"),
+        spell_flag("allow_request_override"),
         action="store_true",
         default=None,
         help="Let requests ask for fixed chunks with vllm_xargs (for comparisons).",
     )
 
 
-def _flag(setting: str) -> str:
+def spell_flag(setting: str) -> str:
+    """The flag of a setting: ``smooth_factor`` -> ``--dynamic-chunking-smooth-factor``."""
     return f"--{_PREFIX}{setting}".replace("_", "-")
 
 
@@ -62,7 +63,7 @@ def resolve_flags(
         for setting in (*_VALUES, "allow_request_override")
         if (value := getattr(args, _PREFIX + setting)) is not None
     }
-    names = {setting: _flag(setting) for setting in given}
+    names = {setting: spell_flag(setting) for setting in given}
     if args.enable_dynamic_chunking:
         given["enabled"] = True
     own = additional.get(OWN_KEY, {})
