@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isochunk.demo.client import Client
+from isochunk.client import Client
 from isochunk.demo.prompts import random_prompt
 from isochunk.demo.server import VllmServer, cpu_env
 
