@@ -3,6 +3,7 @@
 Only the engine is missing: chunk times come from given latency models.
 """
 
+import asyncio
 import json
 import random
 import threading
@@ -90,6 +91,10 @@ class FakeServer:
     """Message of a 400 to each prompt."""
     break_at: int | None = None
     """Number of the prompt at which the connection is cut."""
+    fault: str | None = None
+    """Message of an error event in each answer."""
+    hang_s: float = 0
+    """Before each answer."""
     prompts: list[list[int]] = field(default_factory=list)
     url: str = ""
 
@@ -137,6 +142,9 @@ class FakeServer:
         return StreamingResponse(self._stream(body["prompt"]), media_type="text/event-stream")
 
     async def _stream(self, prompt: list[int]) -> AsyncIterator[str]:
+        await asyncio.sleep(self.hang_s)
+        if self.fault is not None:
+            yield f"data: {json.dumps({'error': {'message': self.fault, 'code': 500}})}\n\n"
         number = len(self.prompts)
         if number == self.break_at:
             yield "data: "

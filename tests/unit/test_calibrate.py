@@ -237,16 +237,29 @@ def test_unknown_model_lists_the_served_ones(start: Start) -> None:
 def test_connection_cut_on_the_way(start: Start) -> None:
     fake = start(controller=make_controller(), break_at=2)
     result = calibrate(fake, "--prompt-tokens", "16384")
-    assert "--base-url: no server that answers: " in error(result)
-    assert "/v1/completions" in result.stderr
+    assert "--base-url: " in error(result)
+    assert "/v1/completions: no answer: peer closed" in result.stderr
     assert len(fake.prompts) == 2
+
+
+def test_slow_answer(start: Start) -> None:
+    fake = start(controller=make_controller(), hang_s=20)
+    message = error(calibrate(fake, "--timeout", "1"))
+    assert "--timeout: " in message
+    assert "/v1/completions: no answer" in message
+
+
+def test_error_after_the_status(start: Start) -> None:
+    fake = start(controller=make_controller(), fault="EngineCore encountered an issue.")
+    message = error(calibrate(fake))
+    assert "/v1/completions: EngineCore encountered an issue." in message
 
 
 def test_unreachable(start: Start) -> None:
     with serving(FakeServer()) as gone:
         pass
     message = error(calibrate(gone))
-    assert f"--base-url: no server that answers: {gone.url}/v1/models" in message
+    assert f"--base-url: {gone.url}/v1/models: no answer: " in message
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "", "http://h:port"])

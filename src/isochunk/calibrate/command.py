@@ -27,8 +27,9 @@ def calibrate(
 ) -> None:
     """Send random prompts to an idle server until it has its latency model, and print that.
 
-    Exit status 0: the model is installed. 1: the calibration was given up, or needs more
-    requests. 2: the server can't be calibrated, or an option is wrong.
+    Exit status 0: the model is installed.
+    1: the calibration was given up, or needs more requests.
+    2: the server can't be calibrated, or an option is wrong.
     """
     # Here: it imports prometheus_client, which `serve` must not before it has set a variable.
     from isochunk.calibrate.show import run_calibrate  # noqa: PLC0415

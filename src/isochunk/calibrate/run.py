@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from http import HTTPStatus
 
+import httpx
+
 from isochunk.calibrate.state import GIVEN_UP, INSTALLED, ServerState, StateError, read_state
 from isochunk.client import Answer, ApiError, Client, ServedModel
 from isochunk.metrics import OFF
@@ -179,6 +181,6 @@ def _explain(error: ApiError) -> str:
         return f"--api-key: the server wants another one: {error}"
     if error.status == HTTPStatus.BAD_REQUEST:
         return f"--prompt-tokens: the server refused the prompt: {error}"
-    if error.status is None:
-        return f"--base-url: no server that answers: {error}"
+    if isinstance(error.__cause__, httpx.TimeoutException):
+        return f"--timeout: {error}"
     return f"--base-url: {error}"
