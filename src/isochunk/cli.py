@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from isochunk import __version__
+from isochunk.calibrate.command import calibrate
 from isochunk.plan_cli import plan
 
 app = typer.Typer(
@@ -59,6 +60,7 @@ def serve(context: typer.Context) -> None:
 
 
 app.command()(plan)
+app.command()(calibrate)
 if find_spec("vllm") is not None and find_spec("plotly") is not None:
     from isochunk.benchmark.command import bench
 

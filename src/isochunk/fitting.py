@@ -265,6 +265,8 @@ class _Problem:
             weighted = design * row_weights[:, None]
             coefficients = lsq_linear(weighted, times * row_weights, bounds=(0, np.inf)).x
             predicted = design @ coefficients
+            # The prior's width is relative to itself: at b = 0 it would be infinitely sharp.
+            predicted[self.num_samples :] = times[self.num_samples :]
         free = coefficients > 1e-6 * predicted.max()
         # The noise is that of the timed chunks; the prior says nothing about it.
         residuals = ((times - predicted) * row_weights)[: self.num_samples]

@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from isochunk.demo.client import Client
+from isochunk.calibrate.state import read_state
+from isochunk.client import Client
 from isochunk.demo.prompts import random_prompt
 from isochunk.demo.server import VllmServer, cpu_env
+from isochunk.profile import load_profile
 
 COMMON = ["--pipeline-parallel-size", "2", "--enforce-eager", "--dtype", "float32"]
 COMMON += ["--max-model-len", "16384", "--max-num-batched-tokens", "1024"]
@@ -28,6 +31,7 @@ def isochunk(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_vllm_ascend_command_line_works_unchanged(toy: Path, tmp_path: Path) -> None:
+    """Calibrated by `isochunk calibrate`, whose report has to agree with log and metrics."""
     section = {"enabled": True, "min_chunk": 128, "max_fit_chunk": 90}
     config = json.dumps({"scheduler_config": {"profiling_chunk_config": section}})
     log = tmp_path / "server.log"
@@ -37,19 +41,37 @@ def test_vllm_ascend_command_line_works_unchanged(toy: Path, tmp_path: Path) -> 
     with VllmServer(toy, [*COMMON, "--additional-config", config], log, env) as server:
         server.wait_until_healthy()
         client = Client(server.url, server.model)
-        for seed in range(15):
-            answer = client.complete(random_prompt(6144, seed), fixed=False, max_tokens=4)
-            assert answer.num_prompt_tokens == 6144
-            if client.is_model_installed():
-                break
+        assert not client.is_model_installed()
+        profile = tmp_path / "profile.json"
+        args = ["--prompt-tokens", "6144", "--requests", "15", "--save", str(profile)]
+        done = isochunk("calibrate", "--base-url", server.url, *args)
+        assert done.returncode == 0, done.stdout + done.stderr
         assert client.is_model_installed()
-        client.complete(random_prompt(6144, 99), fixed=False, max_tokens=4)
+        client.complete(random_prompt(6144, 99), max_tokens=4)
         metrics = client.metrics()
         assert 'isochunk_chunks_total{reason="model"}' in metrics
         assert "vllm:prompt_tokens_total" in metrics  # vLLM's own are still there
         text = log.read_text()
         assert text.count("latency model installed: stage 0 of 2") == 1
         assert "Dynamic chunking since last report:" in text
+        # What was printed is what the engine logged, and what it exports.
+        models = read_state(metrics).models
+        assert len(models) == 2
+        for stage, model in enumerate(models):
+            (shown,) = re.findall(f"^stage {stage}: (.*) \\[", done.stdout, re.MULTILINE)
+            (logged,) = re.findall(f"installed: stage {stage} of 2.*: (t\\(.*) \\[", text)
+            assert shown == logged == str(model)
+        assert "6144 tokens, TTFT" in done.stdout
+        assert load_profile(profile).pipeline_parallel_size == 2
+        # A second run finds it done.
+        again = isochunk("calibrate", "--base-url", server.url, "--json")
+        assert again.returncode == 0, again.stderr
+        parsed = json.loads(again.stdout)
+        assert parsed["outcome"] == "already_installed"
+        assert parsed["requests"] == []
+        assert [stage["coefficients"]["a"] for stage in parsed["stages"]] == [
+            model.attention_ms for model in models
+        ]
 
 
 @pytest.mark.parametrize(

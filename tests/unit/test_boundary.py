@@ -8,8 +8,9 @@ from pathlib import Path
 import isochunk
 
 PACKAGE = Path(isochunk.__file__).parent
-# Around the core: the command line, pictures and metrics. Engines live in subpackages.
-NOT_CORE = {"cli", "report", "metrics", "plan_cli", "plan_html"}
+# Around the core: the command line, pictures, metrics, HTTP. Engines live in subpackages.
+NOT_CORE = {"cli", "client", "report", "metrics", "plan_cli", "plan_html"}
+OUTSIDE = {"vllm", "demo", "pd", "calibrate", "benchmark"}
 ALLOWED = {"numpy", "scipy", "pydantic", "isochunk"} | sys.stdlib_module_names
 
 
@@ -27,7 +28,7 @@ def test_core_imports_stay_within_the_boundary() -> None:
                 continue
             for name in names:
                 parts = name.split(".")
-                is_ours = parts[0] == "isochunk" and parts[1:2] not in (["vllm"], ["demo"], ["pd"])
+                is_ours = parts[0] == "isochunk" and not OUTSIDE & set(parts[1:2])
                 if not (is_ours or (parts[0] in ALLOWED and parts[0] != "isochunk")):
                     offences.append(f"{path.name}: {name}")
                 if parts[0] == "isochunk" and parts[1:2] and parts[1] in NOT_CORE:
@@ -42,6 +43,13 @@ def test_importing_the_core_loads_no_engine() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_the_command_line_leaves_prometheus_to_serve() -> None:
+    # prometheus_client reads PROMETHEUS_MULTIPROC_DIR on import, and `serve` sets it.
+    code = "import sys, isochunk.cli; print('prometheus_client' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
 
 
 def test_adapter_stays_thin() -> None:

@@ -1,6 +1,7 @@
 """Golden fits: coefficients recovered within their standard errors, and refusals by kind."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -154,3 +155,17 @@ def test_impossible_times_are_outliers(bad: float) -> None:
     report = fit_latency_model(samples)
     assert report.accepted
     assert samples[5] in report.outliers
+
+
+def test_the_sweep_stays_a_loose_prior_where_an_iteration_puts_b_at_zero() -> None:
+    model = LatencyModel(10.0, 0.001, 0.06, 2e-5)
+    sweep = [(x, 8 + model.token_ms * x) for x in range(170, 4097, 170)]
+    shapes = [(L, x) for x in (4096, 512, 128) for L in range(0, 32768, 8192)]
+    for seed in (32, 57, 85, 94):
+        rng = random.Random(seed)
+        samples = [ChunkSample(*s, model.predict_ms(*s) * rng.uniform(0.2, 1.8)) for s in shapes]
+        report = fit_latency_model(samples, sweep)
+        assert report.model is not None
+        for name, error in report.standard_errors.items():
+            if value := getattr(report.model, name):
+                assert error > 0.005 * value, (seed, name, str(report))

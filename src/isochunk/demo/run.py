@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from isochunk.demo.client import Answer, Client
+from isochunk.client import Answer, Client
 from isochunk.demo.models import make_smollm2, make_toy_model
 from isochunk.demo.prompts import document_prompt, random_prompt
 from isochunk.demo.server import VllmServer
@@ -43,7 +43,9 @@ class Scenario:
     def ask(self, client: Client, seed: int, fixed: bool) -> Answer:
         """One long prompt; the same for both configurations of a round."""
         if self.make_model is make_smollm2:
-            content = document_prompt(self.prompt_tokens, seed, client.count_tokens)
+            content = document_prompt(
+                self.prompt_tokens, seed, lambda text: len(client.tokenize(text))
+            )
             return client.chat(content, fixed=fixed, max_tokens=self.max_tokens)
         prompt = random_prompt(self.prompt_tokens, seed)
         return client.complete(prompt, fixed=fixed, max_tokens=self.max_tokens)

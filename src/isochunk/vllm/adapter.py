@@ -47,6 +47,7 @@ def attach(scheduler: Any) -> Adapter | None:
                 return None if adapter.is_done else adapter
             executor.collective_rpc(worker.uninstall)
         logger.warning("Dynamic chunking is off, chunks stay fixed: %s", reason)
+        metrics.export_off(reason)
     warm_up_cpu_pipeline(scheduler)
     return None
 
@@ -55,19 +56,21 @@ class Adapter:
     """Translates steps, requests and timings; holds no chunking logic of its own."""
 
     def __init__(self, scheduler: Any, settings: DynamicChunkingConfig, executor: Any) -> None:
-        self._scheduler = scheduler
-        self._executor = executor
+        self._scheduler, self._executor = scheduler, executor
         self._overridable = settings.allow_request_override
-        self._num_in_flight = 0
-        self._is_timing = True
-        budget = scheduler.max_num_scheduled_tokens
+        self._num_in_flight, self._is_timing = 0, True
+        config, budget = scheduler.vllm_config, scheduler.max_num_scheduled_tokens
+        tp = config.parallel_config.tensor_parallel_size
         alignment = chunk_alignment(scheduler.block_size)
         self.controller = ChunkController(
             settings,
             max_num_batched_tokens=budget,
             alignment=alignment,
-            num_stages=scheduler.vllm_config.parallel_config.pipeline_parallel_size,
+            num_stages=config.parallel_config.pipeline_parallel_size,
             max_model_len=scheduler.max_model_len,
+        )
+        self._metrics = metrics.CalibrationExporter(
+            self.controller, config.device_config.device_type, tp
         )
         self._fetcher = TimingFetcher(
             self.controller.ledger,
@@ -151,7 +154,7 @@ class Adapter:
     def _stop_timing_if_done(self) -> None:
         """Installed or given up: take everything off the workers, once."""
         if self._is_timing:
-            metrics.INSTALLED.set(bool(self.controller.models))
+            self._metrics.export()
             self._is_timing = self.controller.needs_timing
             if not self._is_timing:
                 self._executor.collective_rpc(worker.uninstall, non_block=True)

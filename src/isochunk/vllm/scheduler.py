@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from isochunk import metrics
 from isochunk.vllm.adapter import Adapter, attach
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class DynamicChunkingMixin:
             return getattr(self._adapter, call)(*args)
         except Exception:
             logger.exception("Dynamic chunking failed; it is off now and chunks stay fixed")
+            metrics.export_off("dynamic chunking failed; the server's log says where")
             self._adapter = None
             return default
 

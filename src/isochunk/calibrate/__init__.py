@@ -1,0 +1,1 @@
+"""``isochunk calibrate``: warm-up prompts until a server has its latency model."""
