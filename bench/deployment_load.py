@@ -150,7 +150,9 @@ async def disconnect_all(
         return sum(await asyncio.gather(*(one(ask, rng.random()) for ask in asks)))
 
 
-def check(asks: Sequence[Ask], outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> list[str]:
+def check(
+    asks: Sequence[Ask], outcomes: Sequence[Outcome], expected: Sequence[Outcome]
+) -> list[str]:
     """What is wrong with the outcomes, one line each."""
     wrong = []
     for number, (ask, outcome, other) in enumerate(zip(asks, outcomes, expected, strict=True)):

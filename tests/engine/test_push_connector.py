@@ -94,12 +94,13 @@ def make_request(params: Any, num_tokens: int = 50, **change: Any) -> Any:
 def handed_over() -> Any:
     """Parameters of a finished 50-token prefill on two stages."""
     scheduler = PushScheduler(BLOCK_SIZE)
-    scheduler.set_addresses({(s, 0): PushHandshake("127.0.0.1", 7000 + s) for s in (0, 1)})
+    scheduler.set_places({(s, 0): PushHandshake("127.0.0.1", 7000 + s, b"s") for s in (0, 1)})
     is_held, params = scheduler.on_finished(
         make_request({"do_remote_decode": True}, request_id="p"), [4, 5, 6, 7]
     )
     assert is_held
-    assert scheduler.take_metadata(False).holds == {"p": (params["remote_key"], [4, 5, 6, 7])}
+    assert scheduler.take_metadata(False).holds == [(params["remote_sequence"], "p")]
+    assert params["remote_block_ids"] == (4, 5, 6, 7)
     return params
 
 
@@ -139,12 +140,26 @@ def test_a_full_local_hit_and_an_early_abort_release_the_blocks() -> None:
     assert "d" in scheduler.take_metadata(False).releases
 
 
+def test_a_request_that_vllm_only_adds_to_let_the_blocks_go_releases_them() -> None:
+    params = handed_over()
+    scheduler = PushScheduler(BLOCK_SIZE)
+    scheduler.on_new_request(make_request(params, num_tokens=1, abort_immediately=True))
+    assert "d" in scheduler.take_metadata(False).releases
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"remote_key": None}, "remote_key"),
+        ({"remote_sequence": None}, "remote_sequence"),
         ({"remote_addresses": []}, "remote_addresses"),
-        ({"remote_addresses": [{"rank": {"pp": 0, "tp": 0}, "host": "h", "port": 0}]}, "port"),
+        (
+            {
+                "remote_addresses": [
+                    {"rank": {"pp": 0, "tp": 0}, "host": "h", "port": 0, "key": "k"}
+                ]
+            },
+            "port",
+        ),
         ({"remote_num_tokens": 49}, "49 tokens"),
         ({"remote_num_tokens": "many"}, "remote_num_tokens"),
     ],

@@ -4,7 +4,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isochunk.pd.transfer.proof import sign
 from isochunk.pd.transfer.receiver import Address, Receiver, RemoteBlocks
 from isochunk.pd.transfer.sender import Sender
 from isochunk.pd.transfer.shard import Rank, Shard, heads_of_rank
@@ -106,13 +107,20 @@ def receivers(ranks: list[FakeRank], stall_timeout_s: float = 5.0) -> Iterator[l
         yield made
 
 
-def remote_of(ranks: list[FakeRank], sending: list[Sender], key: str = "k") -> RemoteBlocks:
+def remote_of(
+    ranks: list[FakeRank], sending: list[Sender], block_ids: Sequence[int] = (3,), sequence: int = 0
+) -> RemoteBlocks:
     return RemoteBlocks(
-        remote_request_id="r",
-        remote_key=key,
+        remote_sequence=sequence,
         remote_num_tokens=100,
+        remote_block_ids=tuple(block_ids),
         remote_addresses=tuple(
-            Address(rank=rank.shard.rank, host="127.0.0.1", port=sender.port)
+            Address(
+                rank=rank.shard.rank,
+                host="127.0.0.1",
+                port=sender.port,
+                key=sign(sender.secret, sequence, block_ids),
+            )
             for rank, sender in zip(ranks, sending, strict=True)
         ),
     )
@@ -148,8 +156,8 @@ def test_every_byte_arrives_for_any_parallel_sizes(
     source_ids, target_ids = [5, 2, 9, 30], [7, 8, 1]  # the first block is cached already
     with senders(source) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", source_ids)
-        remote = remote_of(source, sending)
+            sender.hold(0, "r")
+        remote = remote_of(source, sending, source_ids)
         for receiver in receiving:
             receiver.fetch("d", remote, target_ids, first_block=1)
         assert all(result(receiver) for receiver in receiving)
@@ -171,8 +179,8 @@ def one_pair() -> tuple[list[FakeRank], list[FakeRank]]:
 def test_blocks_stay_held_until_the_last_consumer_rank_is_done() -> None:
     source, target = make_ranks(1, 1, 2, filled=True), make_ranks(1, 2, 2, filled=False)
     with senders(source) as sending, receivers(target) as receiving:
-        sending[0].hold("r", "k", [1, 2])
-        remote = remote_of(source, sending)
+        sending[0].hold(0, "r")
+        remote = remote_of(source, sending, [1, 2])
         receiving[0].fetch("d", remote, [1, 2], 0)
         assert result(receiving[0])
         time.sleep(0.05)
@@ -189,18 +197,35 @@ def test_a_claim_may_come_before_the_hold_and_keeps_it() -> None:
         receiving[0].claim("d", remote)
         time.sleep(0.05)
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         time.sleep(0.5)  # well past the timeout of an unclaimed hold
         assert not any(sender.take_finished() for sender in sending)
         receiving[0].fetch("d", remote, [3], 0)
         assert result(receiving[0])
 
 
+def test_a_transfer_need_not_wait_for_the_engine_to_tell_of_the_hold() -> None:
+    source, target = one_pair()
+    with senders(source) as sending, receivers(target) as receiving:
+        receiving[0].fetch("d", remote_of(source, sending), [3], 0)
+        assert result(receiving[0])
+        time.sleep(0.05)
+        for sender in sending:
+            assert not sender.take_finished()
+            sender.hold(0, "r")
+            assert wait_until(sender.take_finished) == {"r"}
+        # A later prompt's blocks are still to come, an earlier one's are gone.
+        for sequence, is_had in ((5, True), (0, False)):
+            remote = remote_of(source, sending, sequence=sequence)
+            receiving[0].fetch("d", remote, [3], 0)
+            assert result(receiving[0]) is is_had
+
+
 def test_release_frees_the_blocks_and_reports_nothing() -> None:
     source, target = one_pair()
     with senders(source) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         receiving[0].release("d", remote_of(source, sending))
         for sender in sending:
             assert wait_until(sender.take_finished) == {"r"}
@@ -211,7 +236,7 @@ def test_unclaimed_blocks_are_released_in_time_and_a_late_claim_fails_at_once() 
     source, target = one_pair()
     with senders(source, claim_timeout_s=0.1) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
             assert wait_until(sender.take_finished) == {"r"}
         start = time.monotonic()
         receiving[0].fetch("d", remote_of(source, sending), [3], 0)
@@ -224,7 +249,7 @@ def test_a_consumer_that_dies_gives_its_claim_back() -> None:
     source, target = one_pair()
     with senders(source, claim_timeout_s=0.2) as sending:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         with receivers(target) as receiving:
             receiving[0].claim("d", remote_of(source, sending))
             time.sleep(0.4)
@@ -237,7 +262,7 @@ def test_a_repeated_transfer_is_harmless() -> None:
     source, target = one_pair()
     with senders(source) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         remote = remote_of(source, sending)
         receiving[0].fetch("d", remote, [3], 0)
         receiving[0].fetch("d", remote, [3], 0)
@@ -250,8 +275,8 @@ def test_a_repeated_transfer_is_harmless() -> None:
 
 
 FAULTS: dict[str, dict[str, Any]] = {
-    "wrong key": {"remote_key": "x"},
-    "unknown request": {"remote_request_id": "other"},
+    "blocks of somebody else": {"remote_block_ids": (4,)},
+    "number of somebody else": {"remote_sequence": 1},
 }
 
 
@@ -260,13 +285,14 @@ def test_blocks_of_others_cannot_be_had(fault: str, caplog: pytest.LogCaptureFix
     source, target = one_pair()
     with senders(source, claim_timeout_s=0.3) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         remote = remote_of(source, sending).model_copy(update=FAULTS[fault])
         receiving[0].fetch("d", remote, [3], 0)
         assert not result(receiving[0])
         assert not target[0].cache["layers.0"].any()
         for sender in sending:  # and the rightful hold still runs its course
             assert wait_until(sender.take_finished) == {"r"}
+    assert "the key is not that of these blocks" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -278,7 +304,7 @@ def test_a_layout_that_does_not_fit_is_refused_by_name(
     source = make_ranks(1, 1, 1, filled=True, **{field: value})
     target = make_ranks(1, 1, 1, filled=False)
     with senders(source) as sending, receivers(target) as receiving:
-        sending[0].hold("r", "k", [3])
+        sending[0].hold(0, "r")
         receiving[0].fetch("d", remote_of(source, sending), [3], 0)
         assert not result(receiving[0])
     assert f"{field}={value!r}" in caplog.text
@@ -289,7 +315,7 @@ def test_a_missing_layer_is_refused_by_name(caplog: pytest.LogCaptureFixture) ->
     source = make_ranks(2, 1, 1, filled=True)[:1]
     target = make_ranks(1, 1, 1, filled=False)
     with senders(source) as sending, receivers(target) as receiving:
-        sending[0].hold("r", "k", [3])
+        sending[0].hold(0, "r")
         receiving[0].fetch("d", remote_of(source, sending), [3], 0)
         assert not result(receiving[0])
     assert "layers.3" in caplog.text
@@ -300,7 +326,7 @@ def test_blocks_that_are_not_held_fail_the_transfer(blocks: tuple[list[int], int
     source, target = one_pair()
     with senders(source) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         receiving[0].fetch("d", remote_of(source, sending), *blocks)
         assert not result(receiving[0])
 
@@ -309,7 +335,7 @@ def test_a_stage_that_cannot_be_reached_fails_the_transfer_fast() -> None:
     source, target = one_pair()
     with senders(source) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         remote = remote_of(source, sending)
         sending[1].close()
         start = time.monotonic()
@@ -322,7 +348,7 @@ def test_a_stage_that_dies_while_a_request_is_queued_fails_it() -> None:
     source, target = one_pair()
     with senders(source) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
         remote = remote_of(source, sending)
         receiving[0].claim("d", remote)
         time.sleep(0.1)
@@ -349,11 +375,16 @@ def test_a_peer_that_says_nothing_or_rubbish_fails_the_transfer(is_silent: bool)
         threading.Thread(target=answer, daemon=True).start()
         with receivers(target, stall_timeout_s=0.3) as receiving:
             remote = RemoteBlocks(
-                remote_request_id="r",
-                remote_key="k",
+                remote_sequence=0,
                 remote_num_tokens=1,
+                remote_block_ids=(3,),
                 remote_addresses=(
-                    Address(rank=Rank(pp=0, tp=0), host="127.0.0.1", port=server.getsockname()[1]),
+                    Address(
+                        rank=Rank(pp=0, tp=0),
+                        host="127.0.0.1",
+                        port=server.getsockname()[1],
+                        key="k",
+                    ),
                 ),
             )
             receiving[0].fetch("d", remote, [3], 0)
@@ -367,7 +398,7 @@ GARBAGE = [
     struct.pack("!II", 2, 0) + b"[]",
     struct.pack("!II", 2, 0) + b"{}",
     struct.pack("!II", 9, 0) + b"not json!",
-    struct.pack("!II", 50, 0) + b'{"claim": "r", "key": 1, "consumer": "x",         ',
+    struct.pack("!II", 26, 0) + b'{"claim": 0, "block_ids": 7}'[:26],
 ]
 
 
@@ -376,7 +407,7 @@ def test_rubbish_from_a_client_leaves_the_sender_serving(garbage: bytes) -> None
     source, target = one_pair()
     with senders(source) as sending, receivers(target) as receiving:
         for sender in sending:
-            sender.hold("r", "k", [3])
+            sender.hold(0, "r")
             with socket.create_connection(("127.0.0.1", sender.port)) as client:
                 client.sendall(garbage)
         receiving[0].fetch("d", remote_of(source, sending), [3], 0)

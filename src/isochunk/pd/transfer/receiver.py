@@ -32,13 +32,14 @@ class TransferError(RuntimeError):
 
 
 class Address(BaseModel):
-    """Where a prefill rank listens."""
+    """Where a prefill rank listens, and the proof that one may have these blocks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Rank
     host: str
     port: int = Field(gt=0, lt=65536)
+    key: str
 
 
 class RemoteBlocks(BaseModel):
@@ -46,9 +47,9 @@ class RemoteBlocks(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    remote_request_id: str
-    remote_key: str
+    remote_sequence: int = Field(ge=0)
     remote_num_tokens: int = Field(gt=0)
+    remote_block_ids: tuple[int, ...] = Field(min_length=1)
     remote_addresses: tuple[Address, ...] = Field(min_length=1)
 
 
@@ -202,7 +203,12 @@ class Receiver:
                 shard = Shard.model_validate(hello.get("shard"))
             except ValueError as error:
                 raise TransferError(f"{where} speaks another protocol: {error}") from None
-            claim = {"claim": remote.remote_request_id, "key": remote.remote_key, **self._who}
+            claim = {
+                "claim": remote.remote_sequence,
+                "block_ids": remote.remote_block_ids,
+                "key": address.key,
+                **self._who,
+            }
             await wire.send(writer, claim)
             answer, _ = await self._next(reader)
             if "claimed" not in answer:

@@ -3,21 +3,25 @@
 A hold ends when every consumer rank has said that it is done, or when nobody has claimed it
 for ``claim_timeout_s``. A claim lasts as long as its connection, so a decode instance that
 queues a prompt keeps its blocks and one that dies gives them back.
+
+The client's way to a decode instance can be faster than the engine's next step, which tells
+this rank of the hold and waits for chunks of other prompts. Claims therefore carry block ids
+with a proof and are served at once: prompts are numbered in the order in which they are held,
+so a number above all held ones is still to come, and one below that isn't held is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from isochunk.pd.transfer import wire
 from isochunk.pd.transfer.loop_thread import LoopThread
+from isochunk.pd.transfer.proof import is_signed, new_secret
 from isochunk.pd.transfer.shard import Piece, Shard
 from isochunk.pd.transfer.sockets import keep_alive
 
@@ -27,18 +31,16 @@ ReadBlocks = Callable[[str, Sequence[int], int, int], memoryview]
 """(layer, block ids, first head on this rank, number of heads) -> their bytes."""
 
 FRAME_BYTES = 8 << 20
-_REMEMBERED = 4096
 
 
 @dataclass
 class _Hold:
-    """A finished prompt's blocks; without a key, claimed before the engine has named them."""
+    """A prompt's blocks; without a request id, claimed before the engine has told of it."""
 
-    key: str = ""
-    block_ids: tuple[int, ...] = ()
-    is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    request_id: str | None = None
     num_claims: int = 0
     done_consumers: set[int] = field(default_factory=set)
+    num_consumers: int = 1
     expiry: asyncio.TimerHandle | None = None
 
 
@@ -66,17 +68,18 @@ class Sender:
         self._read = read
         self._claim_timeout_s = claim_timeout_s
         self._changed = changed
-        self._holds: dict[str, _Hold] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._holds: dict[int, _Hold] = {}
+        self._last_held = -1
         self._finished: set[str] = set()
         self._lock = threading.Lock()
         self._thread = LoopThread("kv-sender")
         self._server = self._thread.wait_for(self._listen(host))
         self.port: int = self._server.sockets[0].getsockname()[1]
+        self.secret = new_secret()
 
-    def hold(self, request_id: str, key: str, block_ids: Sequence[int]) -> None:
-        """Keep a finished prompt's blocks for consumers that know the key."""
-        self._thread.call(self._hold, request_id, key, tuple(block_ids))
+    def hold(self, sequence: int, request_id: str) -> None:
+        """A prompt's blocks are held by the engine from here on; numbers only grow."""
+        self._thread.call(self._hold, sequence, request_id)
 
     def take_finished(self) -> set[str]:
         """Requests whose hold has ended since the last call; each is given once."""
@@ -94,37 +97,37 @@ class Sender:
     async def _listen(self, host: str) -> asyncio.Server:
         return await asyncio.start_server(self._serve, host, 0)
 
-    def _hold(self, request_id: str, key: str, block_ids: tuple[int, ...]) -> None:
-        hold = self._holds.setdefault(request_id, _Hold())
-        hold.key, hold.block_ids = key, block_ids
-        hold.is_known.set()
-        self._start_expiry(request_id, hold)
+    def _hold(self, sequence: int, request_id: str) -> None:
+        self._last_held = max(self._last_held, sequence)
+        hold = self._holds.setdefault(sequence, _Hold())
+        hold.request_id = request_id
+        self._settle(sequence, hold)
 
-    def _start_expiry(self, request_id: str, hold: _Hold) -> None:
-        if hold.num_claims == 0 and self._holds.get(request_id) is hold:
+    def _settle(self, sequence: int, hold: _Hold) -> None:
+        """End the hold if everybody is done; let it expire if nobody claims it."""
+        if hold.request_id is None or self._holds.get(sequence) is not hold:
+            return  # the engine hasn't told of it yet, or it has ended
+        if len(hold.done_consumers) >= hold.num_consumers:
+            self._end(sequence, hold.request_id)
+        elif hold.num_claims == 0:
             loop = asyncio.get_running_loop()
-            hold.expiry = loop.call_later(self._claim_timeout_s, self._expire, request_id)
-
-    def _expire(self, request_id: str) -> None:
-        if self._holds[request_id].is_known.is_set():
-            logger.warning(
-                "KV blocks of %s released: no decode instance claimed them within %g s",
-                request_id,
-                self._claim_timeout_s,
+            hold.expiry = loop.call_later(
+                self._claim_timeout_s, self._expire, sequence, hold.request_id
             )
-        self._end(request_id)
 
-    def _end(self, request_id: str) -> None:
-        hold = self._holds.pop(request_id)
-        if hold.expiry is not None:
-            hold.expiry.cancel()
-        self._ended[request_id] = None
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
-        if hold.is_known.is_set():  # otherwise the engine holds nothing for it
-            with self._lock:
-                self._finished.add(request_id)
-            self._changed.set()
+    def _expire(self, sequence: int, request_id: str) -> None:
+        logger.warning(
+            "KV blocks of %s released: no decode instance claimed them within %g s",
+            request_id,
+            self._claim_timeout_s,
+        )
+        self._end(sequence, request_id)
+
+    def _end(self, sequence: int, request_id: str) -> None:
+        del self._holds[sequence]
+        with self._lock:
+            self._finished.add(request_id)
+        self._changed.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         keep_alive(writer)
@@ -142,48 +145,40 @@ class Sender:
     async def _serve_claim(
         self, claim: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        request_id, key = str(claim["claim"]), str(claim["key"])
+        sequence, block_ids = int(claim["claim"]), tuple(map(int, claim["block_ids"]))
         consumer, num_consumers = int(claim["consumer"]), int(claim["num_consumers"])
-        if request_id in self._ended:
+        if not is_signed(self.secret, sequence, block_ids, str(claim["key"])):
+            await wire.send(writer, {"gone": "the key is not that of these blocks"})
+            return
+        if sequence <= self._last_held and sequence not in self._holds:
             await wire.send(writer, {"gone": "its blocks were released before the claim"})
             return
-        hold = self._holds.setdefault(request_id, _Hold())
+        hold = self._holds.setdefault(sequence, _Hold())
+        hold.num_consumers = num_consumers
         hold.num_claims += 1
         if hold.expiry is not None:
             hold.expiry.cancel()
         try:
-            # The answer to the client can be faster than the engine's next step.
-            await asyncio.wait_for(hold.is_known.wait(), self._claim_timeout_s)
-            if not hmac.compare_digest(hold.key.encode(), key.encode()):
-                await wire.send(writer, {"gone": "wrong key"})
-                return
-            await wire.send(writer, {"claimed": request_id})
+            await wire.send(writer, {"claimed": sequence})
             while True:
                 message, _ = await wire.receive(reader)
                 if "done" in message:
                     hold.done_consumers.add(consumer)
                     break
-                await self._push(hold, message, writer)
-            if len(hold.done_consumers) >= num_consumers and request_id in self._holds:
-                self._end(request_id)
-        except TimeoutError:
-            await wire.send(writer, {"gone": "this prefill instance has no such request"})
+                await self._push(block_ids, message, writer)
         finally:
             hold.num_claims -= 1
-            if hold.is_known.is_set():
-                self._start_expiry(request_id, hold)
-            elif hold.num_claims == 0:
-                self._holds.pop(request_id, None)
+            self._settle(sequence, hold)
 
     async def _push(
-        self, hold: _Hold, message: dict[str, Any], writer: asyncio.StreamWriter
+        self, held: tuple[int, ...], message: dict[str, Any], writer: asyncio.StreamWriter
     ) -> None:
         """Push the layers and heads of one piece, from the first wanted block on."""
         piece = Piece.model_validate(message["fetch"])
         first_block, num_blocks = int(message["first_block"]), int(message["num_blocks"])
-        block_ids = hold.block_ids[first_block : first_block + num_blocks]
+        block_ids = held[first_block : first_block + num_blocks]
         if first_block < 0 or len(block_ids) != num_blocks:
-            gone = f"blocks {first_block}+{num_blocks} of {len(hold.block_ids)} were asked for"
+            gone = f"blocks {first_block}+{num_blocks} of {len(held)} were asked for"
             await wire.send(writer, {"gone": gone})
             return
         head_bytes = piece.num_heads * self._shard.head_bytes

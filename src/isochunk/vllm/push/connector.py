@@ -33,7 +33,7 @@ class PushSettings(BaseModel):
         60.0, gt=0, allow_inf_nan=False, description="a number of seconds > 0"
     )
     stall_timeout_s: float = Field(
-        8.0, gt=0, allow_inf_nan=False, description="a number of seconds > 0"
+        30.0, gt=0, allow_inf_nan=False, description="a number of seconds > 0"
     )
 
 
@@ -42,7 +42,7 @@ class PushMetadata(KVConnectorMetadata):
     """What the scheduler tells the workers in one step."""
 
     is_idle: bool = False
-    holds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    holds: list[tuple[int, str]] = field(default_factory=list)
     claims: dict[str, RemoteBlocks] = field(default_factory=dict)
     fetches: dict[str, tuple[RemoteBlocks, list[int], int]] = field(default_factory=dict)
     releases: dict[str, RemoteBlocks] = field(default_factory=dict)
@@ -50,10 +50,11 @@ class PushMetadata(KVConnectorMetadata):
 
 @dataclass
 class PushHandshake(KVConnectorHandshakeMetadata):
-    """Where a worker listens."""
+    """Where a worker listens, and what its scheduler signs block ids with."""
 
     host: str
     port: int
+    secret: bytes
 
 
 class PushConnector(KVConnectorBase_V1):
@@ -82,7 +83,7 @@ class PushConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Where the workers listen, by (pp, tp) rank."""
-        self._scheduler.set_addresses(metadata)
+        self._scheduler.set_places(metadata)
 
     def on_new_request(self, request: Any) -> None:
         """A request has arrived: claim its blocks before it has waited its turn."""
@@ -118,11 +119,14 @@ class PushConnector(KVConnectorBase_V1):
         """Where this worker listens, if it is a prefill worker."""
         return self._worker.handshake
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Hand this step's news to the transfer threads, before the forward runs."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, PushMetadata)
+        self._worker.apply(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hand this step's news to the transfer threads."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PushMetadata)
-        self._worker.apply(metadata)
+        """Nothing: vLLM calls it after the forward, which on a CPU is a whole chunk later."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What the transfer threads have finished."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import secrets
 from typing import Any
 
 from pydantic import ValidationError
 from vllm.v1.request import RequestStatus
 
+from isochunk.pd.transfer.proof import sign
 from isochunk.pd.transfer.receiver import Address, RemoteBlocks
 from isochunk.pd.transfer.shard import Rank
-from isochunk.vllm.push.connector import PushMetadata
+from isochunk.vllm.push.connector import PushHandshake, PushMetadata
 
 logger = logging.getLogger("vllm.isochunk.push")
 
@@ -23,17 +24,15 @@ class PushScheduler:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._addresses: tuple[Address, ...] = ()
+        self._places: dict[tuple[int, int], PushHandshake] = {}
+        self._sequence = itertools.count()
         self._news = PushMetadata()
         # Requests whose remote blocks are claimed and not yet fetched or released.
         self._claimed: dict[str, RemoteBlocks] = {}
 
-    def set_addresses(self, metadata: Any) -> None:
-        """Where the prefill ranks listen."""
-        self._addresses = tuple(
-            Address(rank=Rank(pp=pp, tp=tp), host=place.host, port=place.port)
-            for (pp, tp), place in sorted(metadata.items())
-        )
+    def set_places(self, metadata: Any) -> None:
+        """Where the prefill ranks listen, by (pp, tp) rank."""
+        self._places = dict(sorted(metadata.items()))
 
     def take_metadata(self, is_idle: bool) -> PushMetadata:
         """News since the last call."""
@@ -48,6 +47,7 @@ class PushScheduler:
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return
+        is_release = getattr(request, "abort_immediately", False)  # vLLM's way to let it go
         try:
             remote = RemoteBlocks.model_validate(params)
         except ValidationError as error:
@@ -57,6 +57,9 @@ class PushScheduler:
                 request.request_id,
                 "; ".join(f"{p['loc']}: {p['msg']}" for p in error.errors()),
             )
+            return
+        if is_release:
+            self._news.releases[request.request_id] = remote
             return
         if remote.remote_num_tokens != request.num_prompt_tokens:
             logger.warning(
@@ -105,13 +108,21 @@ class PushScheduler:
             return False, None
         if request.status not in _COMPLETE or not block_ids:
             return False, None
-        key = secrets.token_hex(16)
-        self._news.holds[request.request_id] = (key, block_ids)
+        sequence = next(self._sequence)
+        self._news.holds.append((sequence, request.request_id))
         handed_over = RemoteBlocks(
-            remote_request_id=request.request_id,
-            remote_key=key,
+            remote_sequence=sequence,
             remote_num_tokens=request.num_prompt_tokens,
-            remote_addresses=self._addresses,
+            remote_block_ids=tuple(block_ids),
+            remote_addresses=tuple(
+                Address(
+                    rank=Rank(pp=pp, tp=tp),
+                    host=place.host,
+                    port=place.port,
+                    key=sign(place.secret, sequence, block_ids),
+                )
+                for (pp, tp), place in self._places.items()
+            ),
         )
         return True, {
             "do_remote_prefill": True,

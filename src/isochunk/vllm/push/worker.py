@@ -80,7 +80,7 @@ class PushWorker:
         """Where the sender listens."""
         if self._sender is None:
             return None
-        return PushHandshake(self._settings.host, self._sender.port)
+        return PushHandshake(self._settings.host, self._sender.port, self._sender.secret)
 
     def start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the threads this role needs."""
@@ -131,8 +131,8 @@ class PushWorker:
     def apply(self, metadata: PushMetadata) -> None:
         """Pass this step's news on."""
         if self._sender is not None:
-            for request_id, (key, block_ids) in metadata.holds.items():
-                self._sender.hold(request_id, key, block_ids)
+            for sequence, request_id in metadata.holds:
+                self._sender.hold(sequence, request_id)
         if self._receiver is not None:
             for request_id, remote in metadata.claims.items():
                 self._receiver.claim(request_id, remote)
