@@ -40,10 +40,8 @@ def test_defaults() -> None:
 
 
 def test_mooncake_bootstrap_ports() -> None:
-    settings = parse_settings(
-        ["--kv-connector", "mooncake", "--prefiller-ports", "1", "2", *DECODER]
-        + ["--prefiller-bootstrap-ports", "3", "4"]
-    )
+    ports = ["--prefiller-ports", "1", "2", "--prefiller-bootstrap-ports", "3", "4", *DECODER]
+    settings = parse_settings(["--kv-connector", "mooncake", *ports])
     assert [a.bootstrap_url for a in settings.prefillers] == [
         "http://127.0.0.1:3",
         "http://127.0.0.1:4",

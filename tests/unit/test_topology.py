@@ -379,7 +379,7 @@ def test_warnings() -> None:
     assert parse(one_stage).warnings == (
         "deploy.yaml:5: prefill[0].dynamic_chunking: has nothing to do with one pipeline stage",
     )
-    chunking = "dynamic_chunking: {policy: equal-latency}\n    max_num_batched_tokens: 2048"
+    chunking = "dynamic_chunking: {smooth_factor: 0.8}\n    max_num_batched_tokens: 2048"
     (warning,) = parse(replace(P, f"{P}\n    {chunking}")).warnings
     assert "min_chunk_size=4096 is not below max_num_batched_tokens=2048" in warning
     text = replace(P, f"{P}\n    devices: [0, 1]").replace(D, f"{D}\n    devices: [1]")

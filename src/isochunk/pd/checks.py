@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from isochunk.config import ConfigError, resolve_config
+from isochunk.config import OWN_KEY, ConfigError, DynamicChunkingConfig, resolve_config
 from isochunk.pd.connectors import CONNECTORS
 from isochunk.pd.owned import check_owned, check_router_args
 from isochunk.pd.placement import Server, get_connector, get_nodes, place
@@ -49,8 +49,8 @@ def find_warnings(topology: Topology, servers: Sequence[Server]) -> list[Problem
         if server.is_dynamic() and instance.pipeline_parallel_size == 1:
             message = "has nothing to do with one pipeline stage"
             warnings.append(Problem((*path, "dynamic_chunking"), message))
-        settings, budget = instance.dynamic_chunking, instance.max_num_batched_tokens
-        if settings and settings.enabled and budget and settings.is_min_chunk_too_large(budget):
+        settings, budget = _resolve(instance), instance.max_num_batched_tokens
+        if settings.enabled and budget and settings.is_min_chunk_too_large(budget):
             message = f"{settings.explain_min_chunk(budget)}: chunks stay fixed"
             warnings.append(Problem((*path, "dynamic_chunking"), message))
     for one, other in combinations(servers, 2):
@@ -75,6 +75,14 @@ def find_num_layers(topology: Topology) -> int | None:
     except (OSError, ValueError, AttributeError):  # vLLM will say what is wrong with it
         return None
     return found if isinstance(found, int) else None
+
+
+def _resolve(instance: Instance) -> DynamicChunkingConfig:
+    """The settings as the server will see them: some of them choose a policy."""
+    given = instance.dynamic_chunking
+    unchecked = {"trace_file"}  # on the machine where it runs
+    own = given.model_dump(exclude_unset=True, exclude=unchecked) if given else None
+    return resolve_config({OWN_KEY: own}, {})
 
 
 def _first_replicas(servers: Sequence[Server]) -> list[Server]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,25 +69,36 @@ def is_local(host: str) -> bool:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
+    return any(_try_to_bind(family, address) is None for family, _, _, _, address in found)
 
 
 def find_busy(uses: Iterable[PortUse]) -> list[str]:
-    """A line for each port that something else already listens on."""
+    """A line for each port that can't be used, most often since something else listens there."""
     lines = []
     for use in uses:
-        family, _, _, _, address = socket.getaddrinfo(use.listen, 0, type=socket.SOCK_STREAM)[0]
+        try:
+            found = socket.getaddrinfo(use.listen, 0, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            lines.append(f"{use.what}: host {use.listen} is not known ({error})")
+            continue
+        family, _, _, _, address = found[0]
         for port in range(use.first, use.last + 1):
-            if not _can_bind(family, (address[0], port, *address[2:])):
+            error_number = _try_to_bind(family, (address[0], port, *address[2:]))
+            if error_number == errno.EADDRINUSE:
                 lines.append(f"{use.what}: port {port} on {use.listen} is in use")
+            # Behind address translation a node can't bind the address that others reach it under.
+            elif error_number not in (None, errno.EADDRNOTAVAIL):
+                reason = os.strerror(error_number)
+                lines.append(f"{use.what}: port {port} on {use.listen}: {reason}")
     return lines
 
 
-def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+def _try_to_bind(family: int, address: tuple[object, ...]) -> int | None:
+    """The error number, or None if it works."""
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(address)
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error.errno
+    return None

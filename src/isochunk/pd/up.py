@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.syntax import Syntax
+from rich.text import Text
 
 from isochunk.pd.check_report import describe_deployment
 from isochunk.pd.commands import BUILT_IN_MODELS, model_path
@@ -90,11 +90,10 @@ def _make_model(name: str, path: Path) -> None:
 
 
 def _print_script(script: str) -> None:
-    console = Console(soft_wrap=True)
-    if console.is_terminal:
-        console.print(Syntax(script, "bash", background_color="default", word_wrap=True))
-    else:
-        typer.echo(script, nl=False)
+    console = Console()
+    for line in script.splitlines():
+        # Wrapped by the terminal alone: what is copied is one line.
+        console.print(Text(line, style="cyan" if line.startswith("#") else ""), soft_wrap=True)
 
 
 def _fail(message: str) -> NoReturn:

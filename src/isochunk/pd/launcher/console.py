@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,8 +86,7 @@ class LogConsole:
         prefix = f"{name:<{self._width}} | "
         if self._console.is_terminal:
             style = self._colours.get(name, "bold")
-            text = Text(prefix, style=style) + Text.from_ansi(line)
-            self._write(text)
+            self._write(Text.assemble((prefix, style), Text.from_ansi(line)))
         else:
             self._write(prefix + line)
 
@@ -97,4 +97,4 @@ class LogConsole:
             else:
                 print(text, flush=True)
         except OSError:  # nobody reads any more; the deployment goes on
-            sys.stdout = open("/dev/null", "w")  # noqa: SIM115  (until the end)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (until the end)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isochunk.pd.commands import Part, calibrations, make_parts, router_url
-from isochunk.pd.topology import OnFailure
+from isochunk.pd.topology import OnFailure, Topology
 from isochunk.pd.topology_file import Deployment
 
 
@@ -44,7 +44,7 @@ class Plan:
         calibrations: server -> job that calibrates it before the router starts.
         ready: the line that says so.
         on_failure: what follows a death.
-        startup_timeout_s: until everything must be healthy [s].
+        startup_timeout_s: for the servers, and then the router, to become healthy [s].
         shutdown_timeout_s: until a process that was asked to stop is killed [s].
     """
 
@@ -75,7 +75,7 @@ def make_plan(deployment: Deployment, nodes: Sequence[str]) -> Plan:
         router=_make_job(router) if is_here else None,
         elsewhere={p.name: p.health_url for p in servers if is_here and p.node not in nodes},
         calibrations={
-            name: Job(name, "calibrate", _command(argv), _environment({}), "")
+            name: Job(name, "calibrate", _command(argv), _environment(_api_key(topology)), "")
             for name, argv in (calibrations(deployment) if is_here else {}).items()
         },
         ready=ready,
@@ -83,6 +83,10 @@ def make_plan(deployment: Deployment, nodes: Sequence[str]) -> Plan:
         startup_timeout_s=topology.startup_timeout_s,
         shutdown_timeout_s=topology.shutdown_timeout_s,
     )
+
+
+def _api_key(topology: Topology) -> dict[str, str | None]:
+    return {name: value for name, value in topology.env.items() if name == "VLLM_API_KEY"}
 
 
 def _make_job(part: Part, can_restart: bool = True) -> Job:

@@ -73,16 +73,15 @@ class Supervisor:
 
     async def _serve(self) -> None:
         plan = self._plan
-        deadline = time.monotonic() + plan.startup_timeout_s
         for job in plan.servers:
             await self._start(job)
         urls = {job.name: job.health_url for job in plan.servers}
-        await self._wait_until_healthy({**urls, **plan.elsewhere}, deadline)
+        await self._wait_until_healthy({**urls, **plan.elsewhere})
         for job in plan.calibrations.values():
             await self._unless_one_ends(self._calibrate(job))
         if plan.router is not None:
             await self._start(plan.router)
-            await self._wait_until_healthy({"router": plan.router.health_url}, deadline)
+            await self._wait_until_healthy({"router": plan.router.health_url})
         self._console.announce(plan.ready)
         await asyncio.gather(*(self._keep_running(name) for name in list(self._running)))
 
@@ -94,10 +93,10 @@ class Supervisor:
         self._running[key] = (job, process, asyncio.create_task(process.wait()))
         self._console.say(f"{key}: started, process group {process.pid}")
 
-    async def _wait_until_healthy(self, urls: Mapping[str, str], deadline: float) -> None:
+    async def _wait_until_healthy(self, urls: Mapping[str, str]) -> None:
         self._console.begin_waiting(list(urls))
         try:
-            async with asyncio.timeout_at(self._loop_time(deadline)):
+            async with asyncio.timeout(self._plan.startup_timeout_s):
                 probes = [self._probe(name, url) for name, url in urls.items()]
                 await self._unless_one_ends(_all(probes))
         except TimeoutError:
@@ -108,10 +107,6 @@ class Supervisor:
             ) from None
         finally:
             self._console.end_waiting()
-
-    @staticmethod
-    def _loop_time(deadline: float) -> float:
-        return asyncio.get_running_loop().time() + deadline - time.monotonic()
 
     async def _probe(self, name: str, url: str) -> None:
         start = time.monotonic()

@@ -69,27 +69,25 @@ class Router:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
-        # Proxies of the environment are for the outside world; certificates (slow to load)
-        # are not needed for plain HTTP.
-        self.client = httpx.AsyncClient(
-            trust_env=False,
-            transport=httpx.AsyncHTTPTransport(
-                verify=False,
-                limits=httpx.Limits(
-                    max_connections=None,
-                    max_keepalive_connections=None,
-                    keepalive_expiry=KEEP_ALIVE_S,
-                ),
-                socket_options=SOCKET_OPTIONS,
+        # Certificates (slow to load) are not needed for plain HTTP.
+        transport = httpx.AsyncHTTPTransport(
+            verify=False,
+            limits=httpx.Limits(
+                max_connections=None,
+                max_keepalive_connections=None,
+                keepalive_expiry=KEEP_ALIVE_S,
             ),
+            socket_options=SOCKET_OPTIONS,
         )
+        # Proxies of the environment are for the outside world.
+        self.client = httpx.AsyncClient(transport=transport, trust_env=False)
         connector = make_connector(settings.kv_connector, self.client)
         self.prefillers = Pool("prefill", settings.prefillers)
         self.decoders = Pool("decode", settings.decoders)
         self.instances = [*self.prefillers.instances, *self.decoders.instances]
         self.shared = Shared(
             settings=settings,
-            client=self.client,
+            transport=transport,
             connector=connector,
             prefillers=self.prefillers,
             decoders=self.decoders,

@@ -42,6 +42,7 @@ def run(settings: RouterSettings) -> None:
         host=settings.host,
         port=settings.port,
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=round(settings.shutdown_timeout_s),
     )
 

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import httpx
+
 from isochunk.latency import LatencyModel
 from isochunk.pd.router.prediction import prefill_ms
 from isochunk.pd.router.settings import Address
@@ -71,6 +73,13 @@ class Instance:
     last_picked: int = 0
     clock: Callable[[], float] = time.monotonic
     _worked_until_s: float = 0.0
+    _urls: dict[str, httpx.URL] = field(default_factory=dict)
+
+    def url(self, path: str) -> httpx.URL:
+        """Parsed once: parsing is slow."""
+        if path not in self._urls:
+            self._urls[path] = httpx.URL(self.address.url + path)
+        return self._urls[path]
 
     @property
     def name(self) -> str:
