@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import NoReturn, get_args
 
 import typer
-import uvicorn
 from pydantic import ValidationError
 
-from isochunk.pd.router.app import create_app
 from isochunk.pd.router.settings import (
     MOONCAKE_BOOTSTRAP_PORT,
     Address,
@@ -37,6 +35,11 @@ def run(settings: RouterSettings) -> None:
     """Serve until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # Here, because of prometheus_client: `isochunk serve` has to set its variable first.
+    import uvicorn  # noqa: PLC0415
+
+    from isochunk.pd.router.app import create_app  # noqa: PLC0415
+
     uvicorn.run(
         create_app(settings),
         host=settings.host,
