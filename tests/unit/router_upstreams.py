@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from isochunk.pd.router import Address, RouterSettings, create_app
+from isochunk.pd.router.app import create_app
+from isochunk.pd.router.settings import Address, RouterSettings
 
 CHARACTERS_PER_TOKEN = 4
 SECRET = "Traceback: internal"

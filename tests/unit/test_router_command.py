@@ -12,8 +12,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from isochunk.pd.router import Address, RouterSettings
 from isochunk.pd.router.command import parse_settings
+from isochunk.pd.router.settings import Address, RouterSettings
 from tests.unit.router_upstreams import Upstream, until
 
 DECODER = ["--decoder-ports", "8200"]

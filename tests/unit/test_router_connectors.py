@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from isochunk.pd.router import Address, RouterSettings, create_app
+from isochunk.pd.router.app import create_app
+from isochunk.pd.router.settings import Address, RouterSettings
 from tests.unit.router_upstreams import Upstream, served
 
 pytestmark = pytest.mark.anyio
