@@ -45,7 +45,8 @@ class Supervisor:
         """Run until stopped by a signal (returns 0) or a failure (returns 1)."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(signum, self._on_signal, signum)
         serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._stop.wait())
         try:
