@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 
+from isochunk.pd.launcher import supervisor
 from tests.unit.launcher.conftest import Launcher
 
 
@@ -153,12 +154,17 @@ def test_startup_timeout_names_who_is_late(launcher: Launcher) -> None:
     assert launcher.alive() == []
 
 
-def test_signal_during_startup_stops_cleanly(launcher: Launcher) -> None:
+def test_signal_during_startup_stops_soon(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_START_GRACE_S", 0.2)
+
     async def scenario() -> None:
         await launcher.wait_for(lambda: len(launcher.started("prefill-0")) == 3)
         send(signal.SIGTERM)
 
-    assert launcher.run([launcher.job("prefill-0", "prefill", "never-healthy")], scenario) == 0
+    jobs = [launcher.job("prefill-0", "prefill", "never-healthy", "ignore-sigterm")]
+    assert launcher.run(jobs, scenario, shutdown_timeout_s=600) == 0
     assert "ready" not in launcher.text
     assert launcher.alive() == []
 

@@ -87,17 +87,28 @@ class ManagedProcess:
             self._reader.cancel()
         return status
 
-    async def stop(self) -> None:
-        """Ask it to end, kill it after the grace period, and wait until nothing is left."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Ask it to end, kill it after the grace period, and wait until nothing is left.
+
+        Args:
+            grace_s: a shorter grace period than it was started with [s].
+        """
         if self._process is None:
             return
         self._signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self.wait(), self._grace_s + _AFTER_GRACE_S)
-        except TimeoutError:
+        if grace_s is not None and not await self._ends_within(grace_s):
+            self.kill()
+        if not await self._ends_within(self._grace_s + _AFTER_GRACE_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self.wait()
+
+    async def _ends_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def kill(self) -> None:
         """End it and everything it started, at once; the keeper does so at a second signal."""

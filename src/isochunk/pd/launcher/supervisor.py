@@ -16,6 +16,8 @@ from isochunk.pd.launcher.process import ManagedProcess, describe_status
 
 _STOP_ORDER = ("calibrate", "router", "decode", "prefill")
 _PROBE_TIMEOUT_S = 5.0
+# vLLM doesn't heed SIGTERM while it loads, and there is nothing to finish then.
+_START_GRACE_S = 5.0
 
 
 class DeploymentFailedError(RuntimeError):
@@ -37,12 +39,14 @@ class Supervisor:
         self._restarts: dict[str, deque[float]] = {}
         self._client = httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S, trust_env=False)
         self._stop = asyncio.Event()
+        self._is_ready = False
 
     async def run(self) -> int:
         """Run until stopped by a signal (returns 0) or a failure (returns 1)."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(signum, self._on_signal, signum)
         serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -82,6 +86,7 @@ class Supervisor:
         if plan.router is not None:
             await self._start(plan.router)
             await self._wait_until_healthy({"router": plan.router.health_url})
+        self._is_ready = True
         self._console.announce(plan.ready)
         await asyncio.gather(*(self._keep_running(name) for name in list(self._running)))
 
@@ -202,10 +207,12 @@ class Supervisor:
             pass  # it ended again, which _keep_running sees
 
     async def _shut_down(self) -> None:
-        """Stop the router, then decode, then prefill."""
-        for role in _STOP_ORDER:
-            mine = [run for run in self._running.values() if run[0].role == role]
-            await asyncio.gather(*(process.stop() for _, process, _ in mine))
+        """Stop the router, then decode, then prefill; before it serves, all at once and soon."""
+        order = [(role,) for role in _STOP_ORDER] if self._is_ready else [_STOP_ORDER]
+        grace_s = None if self._is_ready else _START_GRACE_S
+        for roles in order:
+            mine = [run for run in self._running.values() if run[0].role in roles]
+            await asyncio.gather(*(process.stop(grace_s) for _, process, _ in mine))
             for job, _, end in mine:
                 self._console.say(f"{job.name}: {describe_status(await end)}")
 
