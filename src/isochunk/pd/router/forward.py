@@ -221,8 +221,9 @@ class Forwarding:
     async def _start(
         self, response: httpx.Response, send: Send, *more: tuple[bytes, bytes]
     ) -> None:
-        own_s = time.perf_counter() - self._arrived_s - self._waited_s
-        self._shared.metrics.own_time.observe(own_s)
+        if not self._failed:
+            own_s = time.perf_counter() - self._arrived_s - self._waited_s
+            self._shared.metrics.own_time.observe(own_s)
         await send(
             {
                 "type": "http.response.start",
