@@ -141,8 +141,7 @@ class Forwarding:
                     num_tokens = answer["usage"]["prompt_tokens"]
                     shared.estimate.learn(self._request.prompt, num_tokens)
                     params = transfer.decode_params(answer)
-                    if params is None:
-                        self._note_untransferred(prefiller)
+                    self._note_transfer(prefiller, kept=params is not None)
                     return Prefilled(request_id, params, num_tokens)
                 reason = f"answered {response.status_code}"
                 prefiller.suspect.set()
@@ -222,8 +221,9 @@ class Forwarding:
     async def _start(
         self, response: httpx.Response, send: Send, *more: tuple[bytes, bytes]
     ) -> None:
-        own_s = time.perf_counter() - self._arrived_s - self._waited_s
-        self._shared.metrics.own_time.observe(own_s)
+        if not self._failed:
+            own_s = time.perf_counter() - self._arrived_s - self._waited_s
+            self._shared.metrics.own_time.observe(own_s)
         await send(
             {
                 "type": "http.response.start",
@@ -256,13 +256,15 @@ class Forwarding:
         if pool.available(self._failed):
             self._shared.metrics.retries.labels(instance.role, instance.name).inc()
 
-    def _note_untransferred(self, prefiller: Instance) -> None:
-        self._shared.metrics.untransferred.labels(prefiller.name).inc()
-        logger.warning(
-            "%s answered %s without kv_transfer_params: decode computes the prompt again",
-            prefiller.name,
-            self._request_id,
-        )
+    def _note_transfer(self, prefiller: Instance, *, kept: bool) -> None:
+        if not kept:
+            self._shared.metrics.untransferred.labels(prefiller.name).inc()
+            if prefiller.keeps_kv:
+                logger.warning(
+                    "%s answers without kv_transfer_params: decode computes prompts again",
+                    prefiller.name,
+                )
+        prefiller.keeps_kv = kept
 
 
 class _BusyError(Exception):

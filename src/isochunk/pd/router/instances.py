@@ -66,6 +66,8 @@ class Instance:
     role: Role
     address: Address
     up: bool = False
+    keeps_kv: bool = True
+    """Whether its last prefill answer had KV transfer parameters."""
     stages: tuple[LatencyModel, ...] = ()
     legs: list[Leg] = field(default_factory=list)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)

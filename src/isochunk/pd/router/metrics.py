@@ -43,7 +43,7 @@ class RouterMetrics:
         )
         self.own_time = Histogram(
             "isochunk_router_own_seconds",
-            "Time to the first byte less the time spent waiting for servers.",
+            "Time to the answer's headers less waiting for servers; requests without retries.",
             buckets=OWN_TIME_BUCKETS,
             registry=registry,
         )
