@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 
+from isochunk.feedback import CompletionFeedback
 from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkPolicy, ChunkReason, Prefill, Step
 from isochunk.timeline import Batch, Piece, RequestResult, Span, Timeline
@@ -97,6 +98,7 @@ class _Simulation:
         max_num_seqs: int,
     ) -> None:
         self.pipeline, self.policy, self.workload = pipeline, policy, workload
+        self.feedback: CompletionFeedback | None = getattr(policy, "feedback", None)
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.events: list[tuple[float, EventKind, int, Request | Batch | None]] = []
         self.sequence = count()
@@ -144,6 +146,8 @@ class _Simulation:
 
     def _complete(self, now_ms: float, batch: Batch) -> None:
         self.num_in_flight -= 1
+        if self.feedback is not None:
+            self.feedback.completed(now_ms)
         by_index = {state.index: state for state in self.running}
         for piece in batch.pieces:
             if not piece.yields_token:
@@ -237,7 +241,15 @@ class _Simulation:
         batch = Batch(len(self.batches), now_ms, pieces, tuple(spans))
         self.batches.append(batch)
         self.num_in_flight += 1
+        if self.feedback is not None:
+            self.feedback.scheduled(now_ms, _sole_chunk(pieces))
         self._push(spans[-1].end_ms, EventKind.BATCH_DONE, batch)
+
+
+def _sole_chunk(pieces: tuple[Piece, ...]) -> tuple[int, int] | None:
+    if len(pieces) != 1 or pieces[0].is_decode:
+        return None
+    return pieces[0].num_cached, pieces[0].num_new
 
 
 def batch_times_ms(pipeline: Pipeline, pieces: tuple[Piece, ...]) -> list[float]:

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from isochunk.chunk_plan import ChunkPlan, plan_chunks
+from isochunk.feedback import CompletionFeedback
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkDecision, ChunkReason, Prefill, Step
@@ -32,21 +33,29 @@ class ShortestTTFT:
         pipeline: fitted stages, transfers between them, batches in flight.
         max_num_batched_tokens: the engine's token budget of a step.
         alignment: chunk ends are multiples of this [tokens], a prompt's last one aside.
+        feedback: corrects the pipeline while the engine runs; by default one of its own.
     """
 
-    def __init__(self, pipeline: Pipeline, max_num_batched_tokens: int, alignment: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        max_num_batched_tokens: int,
+        alignment: int,
+        feedback: CompletionFeedback | None = None,
+    ) -> None:
         if max_num_batched_tokens < 1 or alignment < 1:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} and "
                 f"alignment={alignment} must be >= 1"
             )
-        self.pipeline = pipeline
+        self.feedback = feedback or CompletionFeedback(pipeline)
+        self.pipeline = self.feedback.pipeline
         self.budget = max_num_batched_tokens
         self.alignment = alignment
         self.plan: ChunkPlan | None = None
         """The sole prefill's plan; None while there are several."""
         self._plan_key: tuple[str, int, int] = ("", 0, 0)
-        self._packer = StepPacker(pipeline, max_num_batched_tokens, alignment)
+        self._packer = StepPacker(self.pipeline, max_num_batched_tokens, alignment)
         self._last_cached = 0
         self._is_sole = True
 
@@ -98,6 +107,8 @@ class ShortestTTFT:
         self._last_cached = cached
         if is_same:
             return plan
+        self.feedback.learn()
+        self._use(self.feedback.pipeline)
         # All chunks together on all stages: an upper bound of everything that is computed.
         stages = self.pipeline.stages
         worst_ms = sum(model.predict_ms(cached, prefill.num_remaining) for model in stages)
@@ -108,6 +119,11 @@ class ShortestTTFT:
         self.plan = planned
         self._plan_key = (prefill.request_id, cached + prefill.num_remaining, budget)
         return planned
+
+    def _use(self, pipeline: Pipeline) -> None:
+        if pipeline is not self.pipeline:
+            self.pipeline = pipeline
+            self._packer = StepPacker(pipeline, self.budget, self.alignment)
 
     @staticmethod
     def _planned_end(plan: ChunkPlan, cached: int) -> int:
