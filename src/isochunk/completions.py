@@ -9,6 +9,8 @@ import numpy as np
 
 from isochunk.makespan import FloatArray, Pipeline
 
+MIN_INTERVAL_MS = 1e-9  # predicted intervals go through a logarithm
+
 
 @dataclass(slots=True)
 class Run:
@@ -54,10 +56,16 @@ class Run:
 
 
 class Predictor:
-    """Intervals between a run's completions, for any factors on the models' coefficients."""
+    """Intervals between a run's completions, for any factors on the models' coefficients.
 
-    def __init__(self, pipeline: Pipeline, run: Run) -> None:
-        self._run, self._count = run, len(run.done_ms)
+    Args:
+        pipeline: the models.
+        run: with its completions.
+        num_known: intervals at the beginning that are left out of the answers.
+    """
+
+    def __init__(self, pipeline: Pipeline, run: Run, num_known: int = 0) -> None:
+        self._run, self._count, self._num_known = run, len(run.done_ms), num_known
         cached, new = np.array(run.cached[: self._count]), np.array(run.new[: self._count])
         features = np.stack([np.ones(len(new)), cached, new, new * (2.0 * cached + new)])
         # (factor, chunk, stage): what each coefficient adds to a chunk's time.
@@ -81,12 +89,15 @@ class Predictor:
             np.maximum.accumulate(free + leads[k], axis=1, out=free)
             free += cums[k]
             done[k + 1] = free[:, -1]
-        intervals: FloatArray = np.diff(done, axis=0).T
-        return np.maximum(intervals, 1e-9)
+        return self._usable(np.diff(done, axis=0).T)
 
     def full_pipeline_ms(self, factors: FloatArray) -> FloatArray:
         """The same for a full pipeline whose chunk times don't rise: the slowest stage's."""
         times = np.einsum("vf,fkp->vkp", factors, self._parts)
         intervals: FloatArray = times.max(axis=2)
         intervals[:, 0] = times[:, 0].sum(axis=1) + self._transfers[0, -1]
-        return np.maximum(intervals, 1e-9)
+        return self._usable(intervals)
+
+    def _usable(self, intervals: FloatArray) -> FloatArray:
+        positive: FloatArray = np.maximum(intervals[:, self._num_known :], MIN_INTERVAL_MS)
+        return positive

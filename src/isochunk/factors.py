@@ -30,13 +30,16 @@ HUBER = 1.5
 # ones, and several step lengths to choose from.
 SECANTS = (0.1, 0.1, 0.05, 0.05, 0.02, 0.02)
 STEP_LENGTHS = (1.0, 0.6, 0.3, 0.1)
+POINTS = np.vstack([np.zeros(4), np.eye(4), -np.eye(4)])
+CONVERGED = 1e-3
 
 Predict = Callable[[FloatArray], FloatArray]
 """Intervals [ms] by (row of factors, chunk)."""
 
 
 def _prior() -> FloatArray:
-    return np.eye(4) / PRIOR_SPREAD**2
+    precision: FloatArray = np.eye(4) / PRIOR_SPREAD**2
+    return precision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +55,7 @@ class FactorBelief:
         """Before the evidence of one more prompt."""
         precision = MEMORY * self.precision + (1 - MEMORY) * _prior()
         mean = np.linalg.solve(precision, MEMORY * self.precision @ self.log_factors)
-        return FactorBelief(
-            mean, precision, MEMORY * self.noise_count, MEMORY * self.noise_squares
-        )
+        return FactorBelief(mean, precision, MEMORY * self.noise_count, MEMORY * self.noise_squares)
 
     def update(
         self, intervals_ms: FloatArray, predict: Predict, rough_predict: Predict
@@ -62,42 +63,53 @@ class FactorBelief:
         """With more intervals.
 
         Args:
-            intervals_ms: observed.
+            intervals_ms: observed, all > 0.
             predict: what they should be.
             rough_predict: a smooth approximation, whose steps are tried, too.
         """
         observed = np.log(intervals_ms)
-        best = self
+        belief = self
         for size in SECANTS:
-            mean = best.log_factors
-            points = np.exp(mean + size * np.vstack([np.zeros(4), np.eye(4), -np.eye(4)]))
-            usable, sigmas, candidates = None, None, [mean[None]]
-            for function in (predict, rough_predict):
-                logs = np.log(function(points))
-                slopes, errors = (logs[1:5] - logs[5:]) / (2 * size), observed - logs[0]
-                if usable is None or sigmas is None:
-                    usable = np.abs(errors) < math.log(MAX_RATIO)
-                    if not usable.any():
-                        return self
-                    # Where chunk times rise, their differences count, and so does their noise.
-                    gains = np.maximum(np.abs(slopes).sum(axis=0), 1.0)
-                    best = self._with_noise((errors / gains)[usable])
-                    sigmas = best.noise * gains
-                weights = usable * HUBER / np.maximum(np.abs(errors / sigmas), HUBER) / sigmas**2
-                precision = self.precision + (slopes * weights) @ slopes.T
-                if function is predict:
-                    best = replace(best, precision=precision)
-                pull = (slopes * weights) @ errors + self.precision @ (self.log_factors - mean)
-                candidates.append(
-                    mean + np.outer(STEP_LENGTHS, np.linalg.solve(precision, pull))
-                )
-            tries = np.clip(np.vstack(candidates), -math.log(MAX_FACTOR), math.log(MAX_FACTOR))
-            scaled = usable * np.abs(observed - np.log(predict(np.exp(tries)))) / sigmas
-            misfit = np.where(scaled < HUBER, 0.5 * scaled**2, HUBER * (scaled - 0.5 * HUBER))
-            moved = tries - self.log_factors
-            costs = misfit.sum(axis=1) + 0.5 * ((moved @ self.precision) * moved).sum(axis=1)
-            best = replace(best, log_factors=tries[int(costs.argmin())])
-        return best
+            mean = belief.log_factors
+            errors, slopes = _linearise(observed, predict, mean, size)
+            usable = np.abs(errors) < math.log(MAX_RATIO)
+            if not usable.any():
+                return self
+            # Where chunk times rise, their differences count, and so does their noise.
+            gains = np.maximum(np.abs(slopes).sum(axis=0), 1.0)
+            belief = self._with_noise((errors / gains)[usable])
+            sigmas = np.where(usable, belief.noise * gains, math.inf)
+            step, precision = self._step(mean, errors, slopes, sigmas)
+            rough_step, _ = self._step(
+                mean, *_linearise(observed, rough_predict, mean, size), sigmas
+            )
+            tries = np.vstack([np.outer(STEP_LENGTHS, step), np.outer(STEP_LENGTHS, rough_step)])
+            limit = math.log(MAX_FACTOR)
+            tries = np.vstack([mean, np.clip(mean + tries, -limit, limit)])
+            costs = self._costs(tries, (observed - np.log(predict(np.exp(tries)))) / sigmas)
+            belief = replace(belief, log_factors=tries[int(costs.argmin())], precision=precision)
+            if np.abs(belief.log_factors - mean).max() < CONVERGED:
+                break
+        return belief
+
+    def _step(
+        self, mean: FloatArray, errors: FloatArray, slopes: FloatArray, sigmas: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """The Gauss–Newton step from ``mean``, and the precision there."""
+        weights = HUBER / np.maximum(np.abs(errors / sigmas), HUBER) / sigmas**2
+        precision = self.precision + (slopes * weights) @ slopes.T
+        pull = (slopes * weights) @ errors + self.precision @ (self.log_factors - mean)
+        return np.linalg.solve(precision, pull), precision
+
+    def _costs(self, tries: FloatArray, scaled: FloatArray) -> FloatArray:
+        """Negative log posterior of each row of ``tries``, up to a constant."""
+        size = np.abs(scaled)
+        misfits = np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
+        moved = tries - self.log_factors
+        costs: FloatArray = misfits.sum(axis=1) + 0.5 * ((moved @ self.precision) * moved).sum(
+            axis=1
+        )
+        return costs
 
     @property
     def noise(self) -> float:
@@ -111,3 +123,11 @@ class FactorBelief:
             noise_count=self.noise_count + len(errors),
             noise_squares=self.noise_squares + len(errors) * spread**2,
         )
+
+
+def _linearise(
+    observed: FloatArray, predict: Predict, mean: FloatArray, size: float
+) -> tuple[FloatArray, FloatArray]:
+    """Relative errors at ``mean``, and the secants of width ``size`` by (factor, interval)."""
+    logs = np.log(predict(np.exp(mean + size * POINTS)))
+    return observed - logs[0], (logs[1:5] - logs[5:]) / (2 * size)

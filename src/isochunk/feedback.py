@@ -80,12 +80,12 @@ class CompletionFeedback:
         runs = [run for run in self._to_learn if len(run.done_ms) > run.num_learnt]
         self._to_learn = [run for run in self._to_learn if run in self._in_flight]
         for run in runs:
-            predictor, known = Predictor(self.fitted, run), run.num_learnt
-            belief = self.belief if known else self.belief.faded()
+            predictor = Predictor(self.fitted, run, run.num_learnt)
+            belief = self.belief if run.num_learnt else self.belief.faded()
             self.belief = belief.update(
-                run.intervals_ms[known:],
-                lambda factors: predictor.intervals_ms(factors)[:, known:],
-                lambda factors: predictor.full_pipeline_ms(factors)[:, known:],
+                run.intervals_ms[run.num_learnt :],
+                predictor.intervals_ms,
+                predictor.full_pipeline_ms,
             )
             run.num_learnt = len(run.done_ms)
         if runs:
@@ -100,3 +100,8 @@ class CompletionFeedback:
             for m in self.fitted.stages
         )
         return replace(self.fitted, stages=tuple(stages))
+
+
+def feedback_of(policy: object) -> CompletionFeedback | None:
+    """The feedback that a policy wants, if any."""
+    return getattr(policy, "feedback", None)

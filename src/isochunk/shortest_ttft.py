@@ -4,6 +4,8 @@
 made once per prompt: re-planning at every chunk would see ever less work left and shrink the
 chunks as the prompt drains.
 
+What earlier prompts have shown about the models (:mod:`isochunk.feedback`) goes into the next plan.
+
 *Several prefills* fill each other's bubbles, so only the step time matters: the steps are packed
 to a target time (:mod:`isochunk.step_packing`, which also states the starvation bound).
 """
@@ -33,7 +35,7 @@ class ShortestTTFT:
         pipeline: fitted stages, transfers between them, batches in flight.
         max_num_batched_tokens: the engine's token budget of a step.
         alignment: chunk ends are multiples of this [tokens], a prompt's last one aside.
-        feedback: corrects the pipeline while the engine runs; by default one of its own.
+        num_in_flight: batches under way when the policy is installed.
     """
 
     def __init__(
@@ -41,21 +43,22 @@ class ShortestTTFT:
         pipeline: Pipeline,
         max_num_batched_tokens: int,
         alignment: int,
-        feedback: CompletionFeedback | None = None,
+        num_in_flight: int = 0,
     ) -> None:
         if max_num_batched_tokens < 1 or alignment < 1:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} and "
                 f"alignment={alignment} must be >= 1"
             )
-        self.feedback = feedback or CompletionFeedback(pipeline)
-        self.pipeline = self.feedback.pipeline
+        self.feedback = CompletionFeedback(pipeline, num_in_flight)
+        """Told of batches by the engine; corrects the models for later prompts."""
+        self.pipeline = pipeline
         self.budget = max_num_batched_tokens
         self.alignment = alignment
         self.plan: ChunkPlan | None = None
         """The sole prefill's plan; None while there are several."""
         self._plan_key: tuple[str, int, int] = ("", 0, 0)
-        self._packer = StepPacker(self.pipeline, max_num_batched_tokens, alignment)
+        self._packer = StepPacker(pipeline, max_num_batched_tokens, alignment)
         self._last_cached = 0
         self._is_sole = True
 
@@ -107,23 +110,24 @@ class ShortestTTFT:
         self._last_cached = cached
         if is_same:
             return plan
-        self.feedback.learn()
-        self._use(self.feedback.pipeline)
         # All chunks together on all stages: an upper bound of everything that is computed.
         stages = self.pipeline.stages
         worst_ms = sum(model.predict_ms(cached, prefill.num_remaining) for model in stages)
         if not math.isfinite(worst_ms * prefill.num_remaining):
             self.plan = None
             return None
+        self._learn()
         planned = plan_chunks(self.pipeline, cached, prefill.num_remaining, budget, self.alignment)
         self.plan = planned
         self._plan_key = (prefill.request_id, cached + prefill.num_remaining, budget)
         return planned
 
-    def _use(self, pipeline: Pipeline) -> None:
-        if pipeline is not self.pipeline:
-            self.pipeline = pipeline
-            self._packer = StepPacker(pipeline, self.budget, self.alignment)
+    def _learn(self) -> None:
+        """Take what earlier prompts have shown; the plan of a prompt under way stays."""
+        self.feedback.learn()
+        if self.feedback.pipeline is not self.pipeline:
+            self.pipeline = self.feedback.pipeline
+            self._packer = StepPacker(self.pipeline, self.budget, self.alignment)
 
     @staticmethod
     def _planned_end(plan: ChunkPlan, cached: int) -> int:

@@ -58,7 +58,6 @@ class Adapter:
         self._scheduler = scheduler
         self._executor = executor
         self._overridable = settings.allow_request_override
-        self._num_in_flight = 0
         self._is_timing = True
         budget = scheduler.max_num_scheduled_tokens
         alignment = chunk_alignment(scheduler.block_size)
@@ -136,14 +135,13 @@ class Adapter:
         tag = self.controller.end_step(output.num_scheduled_tokens)
         if tag is not None:
             setattr(output, worker.TAG, tag)
-        self._num_in_flight += output.total_num_scheduled_tokens > 0
         self._reporter.report()
 
     def batch_done(self, output: Any) -> bool:
         """A batch's output is back from the last stage; returns ``is_done``."""
-        self._num_in_flight -= output.total_num_scheduled_tokens > 0
-        self.controller.ledger.complete(getattr(output, worker.TAG, None))
-        if self._num_in_flight == 0:
+        if output.total_num_scheduled_tokens > 0:
+            self.controller.batch_done(getattr(output, worker.TAG, None))
+        if self.controller.num_in_flight == 0:
             self._fetcher.flush()
         self._stop_timing_if_done()
         return self.is_done
