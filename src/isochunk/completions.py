@@ -12,7 +12,7 @@ from isochunk.makespan import FloatArray, Pipeline
 MIN_INTERVAL_MS = 1e-9  # predicted intervals go through a logarithm
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Run:
     """Sole-prefill batches from an empty pipeline on. Times are ms since its first step."""
 
@@ -66,10 +66,10 @@ class Predictor:
 
     def __init__(self, pipeline: Pipeline, run: Run, num_known: int = 0) -> None:
         self._run, self._count, self._num_known = run, len(run.done_ms), num_known
-        cached, new = np.array(run.cached[: self._count]), np.array(run.new[: self._count])
-        features = np.stack([np.ones(len(new)), cached, new, new * (2.0 * cached + new)])
-        # (factor, chunk, stage): what each coefficient adds to a chunk's time.
-        self._parts = features[:, :, None] * pipeline.coefficients()[:, None, :]
+        self._coefficients = pipeline.coefficients()
+        self._cached, new = np.array(run.cached[: self._count]), np.array(run.new[: self._count])
+        self._new = new
+        self._parts = self._parts_of(1.0)
         transfers = pipeline.transfer_fixed_ms + pipeline.transfer_token_ms * new
         self._transfers = transfers[:, None] * np.arange(pipeline.num_stages)
 
@@ -97,6 +97,22 @@ class Predictor:
         intervals: FloatArray = times.max(axis=2)
         intervals[:, 0] = times[:, 0].sum(axis=1) + self._transfers[0, -1]
         return self._usable(intervals)
+
+    def tilt(self, before: FloatArray, after: FloatArray) -> float:
+        """How much other factors change chunk times against each other, as a logarithm.
+
+        The run's chunks, and chunks of half and twice their size, on their slowest stage.
+        """
+        parts = np.concatenate([self._parts_of(scale) for scale in (0.5, 1.0, 2.0)], axis=1)
+        times = np.einsum("vf,fkp->vkp", np.stack([before, after]), parts).max(axis=2)
+        return float(np.ptp(np.log(times[1] / times[0])))
+
+    def _parts_of(self, scale: float) -> FloatArray:
+        """What each coefficient adds to the time of a chunk, by (factor, chunk, stage)."""
+        cached, new = self._cached, self._new * scale
+        features = np.stack([np.ones(len(new)), cached, new, new * (2.0 * cached + new)])
+        parts: FloatArray = features[:, :, None] * self._coefficients[:, None, :]
+        return parts
 
     def _usable(self, intervals: FloatArray) -> FloatArray:
         positive: FloatArray = np.maximum(intervals[:, self._num_known :], MIN_INTERVAL_MS)

@@ -53,9 +53,13 @@ class FactorBelief:
 
     def faded(self) -> FactorBelief:
         """Before the evidence of one more prompt."""
-        precision = MEMORY * self.precision + (1 - MEMORY) * _prior()
-        mean = np.linalg.solve(precision, MEMORY * self.precision @ self.log_factors)
-        return FactorBelief(mean, precision, MEMORY * self.noise_count, MEMORY * self.noise_squares)
+        precision: FloatArray = MEMORY * self.precision + (1 - MEMORY) * _prior()
+        return FactorBelief(
+            np.linalg.solve(precision, MEMORY * self.precision @ self.log_factors).astype(float),
+            precision,
+            MEMORY * self.noise_count,
+            MEMORY * self.noise_squares,
+        )
 
     def update(
         self, intervals_ms: FloatArray, predict: Predict, rough_predict: Predict

@@ -15,6 +15,7 @@ them shrink, from prompts of different lengths, or after a plan has been correct
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 
@@ -23,12 +24,19 @@ import numpy as np
 from isochunk.completions import Predictor, Run
 from isochunk.factors import FactorBelief
 from isochunk.latency import LatencyModel
-from isochunk.makespan import Pipeline
+from isochunk.makespan import FloatArray, Pipeline
 
-DEAD_BAND = 0.01
-"""Factors that all differ less than this from 1 leave the fit as it is."""
+logger = logging.getLogger(__name__)
+
+MIN_TILT = 0.01
+"""A correction goes into plans if it changes chunk times against each other by this, and by more
+than the intervals' noise. A common factor changes no plan."""
 MAX_CHUNKS = 512
 """A run ends after so many chunks; the next one starts on an empty pipeline."""
+MAX_RUNS = 8
+"""Of the runs that nobody asked to learn from, so many of the last are kept."""
+WORTH_A_LINE = 0.1
+"""Log factors that have moved by this much since the last line in the log."""
 
 
 class CompletionFeedback:
@@ -47,14 +55,17 @@ class CompletionFeedback:
         self.pipeline = pipeline
         """As corrected by what was learnt so far."""
         self.belief = FactorBelief()
+        self._used = np.ones(4)
         self._in_flight: deque[Run | None] = deque([None] * num_in_flight)
         self._run: Run | None = None
-        self._to_learn: list[Run] = []
+        self._to_learn: deque[Run] = deque(maxlen=MAX_RUNS)
+        self._logged = self.belief.log_factors
 
     @property
-    def factors(self) -> tuple[float, ...]:
-        """On c, γ, b and a."""
-        return tuple(float(factor) for factor in np.exp(self.belief.log_factors))
+    def factors(self) -> FloatArray:
+        """On c, γ, b and a, as believed now."""
+        factors: FloatArray = np.exp(self.belief.log_factors)
+        return factors
 
     def scheduled(self, now_ms: float, chunk: tuple[int, int] | None) -> None:
         """A batch went out: its only chunk as (cached, new) tokens, or None for anything else."""
@@ -78,7 +89,8 @@ class CompletionFeedback:
     def learn(self) -> None:
         """Update ``pipeline`` by all completions that came since."""
         runs = [run for run in self._to_learn if len(run.done_ms) > run.num_learnt]
-        self._to_learn = [run for run in self._to_learn if run in self._in_flight]
+        under_way = (run for run in self._to_learn if run in self._in_flight)
+        self._to_learn = deque(under_way, maxlen=MAX_RUNS)
         for run in runs:
             predictor = Predictor(self.fitted, run, run.num_learnt)
             belief = self.belief if run.num_learnt else self.belief.faded()
@@ -88,13 +100,19 @@ class CompletionFeedback:
                 predictor.full_pipeline_ms,
             )
             run.num_learnt = len(run.done_ms)
-        if runs:
-            self.pipeline = self._corrected()
+            tilt = predictor.tilt(self._used, self.factors)
+            if tilt > max(self.belief.noise, MIN_TILT):
+                self._used, self.pipeline = self.factors, self._corrected()
+        if np.abs(self.belief.log_factors - self._logged).max() > WORTH_A_LINE:
+            self._logged = self.belief.log_factors
+            logger.info(
+                "Dynamic chunking corrects the model by when batches complete: "
+                "c × %.2f, γ × %.2f, b × %.2f, a × %.2f",
+                *self.factors,
+            )
 
     def _corrected(self) -> Pipeline:
-        if np.abs(self.belief.log_factors).max() < DEAD_BAND:
-            return self.fitted
-        c, g, b, a = self.factors
+        c, g, b, a = self.factors.tolist()
         stages = (
             LatencyModel(m.fixed_ms * c, m.prefix_ms * g, m.token_ms * b, m.attention_ms * a)
             for m in self.fitted.stages
