@@ -36,7 +36,7 @@ MAX_CHUNKS = 512
 MAX_RUNS = 8
 """Of the runs that nobody asked to learn from, so many of the last are kept."""
 WORTH_A_LINE = 0.1
-"""Log factors that have moved by this much since the last line in the log."""
+"""How far a log factor in use has moved since the last line in the log."""
 
 
 class CompletionFeedback:
@@ -103,16 +103,15 @@ class CompletionFeedback:
             tilt = predictor.tilt(self._used, self.factors)
             if tilt > max(self.belief.noise, MIN_TILT):
                 self._used, self.pipeline = self.factors, self._corrected()
+
+    def _corrected(self) -> Pipeline:
+        c, g, b, a = self.factors.tolist()
         if np.abs(self.belief.log_factors - self._logged).max() > WORTH_A_LINE:
             self._logged = self.belief.log_factors
             logger.info(
                 "Dynamic chunking corrects the model by when batches complete: "
-                "c × %.2f, γ × %.2f, b × %.2f, a × %.2f",
-                *self.factors,
+                f"c × {c:.2f}, γ × {g:.2f}, b × {b:.2f}, a × {a:.2f}"
             )
-
-    def _corrected(self) -> Pipeline:
-        c, g, b, a = self.factors.tolist()
         stages = (
             LatencyModel(m.fixed_ms * c, m.prefix_ms * g, m.token_ms * b, m.attention_ms * a)
             for m in self.fitted.stages
