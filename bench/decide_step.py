@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import statistics
 import time
+from dataclasses import replace
 
 from bench.models import deepseek_like
+from isochunk.chunk_plan import plan_chunks
+from isochunk.pipeline import simulate
 from isochunk.policies import Prefill, Step
 from isochunk.shortest_ttft import ShortestTTFT
+from isochunk.workload import ClosedLoop, Request
 
 NUM_QUEUED = 256
 NUM_STEPS = 10_000
@@ -19,7 +24,7 @@ ALIGNMENT = 64
 
 
 def measure(num_stages: int, change_every: int, rng: random.Random) -> list[float]:
-    """Microseconds per step: ``begin_step`` and every ``size`` until the step is full.
+    """Microseconds per step: ``begin_step``, every ``size`` until the step is full, feedback.
 
     The head advances as an engine would; every ``change_every`` steps a prompt leaves from
     the front or comes at the end, and the policy has to look at the set again.
@@ -48,6 +53,8 @@ def measure(num_stages: int, change_every: int, rng: random.Random) -> list[floa
             left -= new
             if left == 0 or (new == 0 and position >= num_running):
                 break
+        policy.feedback.completed(index + 0.5)
+        policy.feedback.scheduled(float(index), None)
         micros.append((time.perf_counter_ns() - start) / 1000.0)
         for position, new in enumerate(sizes):
             prefill = queue[position]
@@ -62,6 +69,24 @@ def measure(num_stages: int, change_every: int, rng: random.Random) -> list[floa
         num_running = min(num_running, 8)
     gc.unfreeze()
     return micros
+
+
+def learning_ms(num_stages: int, num_tokens: int) -> tuple[int, float, float]:
+    """Chunks of a prompt; least time to learn from it; least time to plan it."""
+    pipeline = deepseek_like(num_stages, 50.0, 0.05)
+    model = pipeline.stages[0]
+    learning, planning = [], []
+    for _ in range(NUM_RUNS):
+        wrong = replace(model, attention_ms=1.3 * model.attention_ms)
+        policy = ShortestTTFT(replace(pipeline, stages=(wrong,) * num_stages), BUDGET, ALIGNMENT)
+        simulate(pipeline, policy, ClosedLoop([Request(num_tokens)], 1), BUDGET)
+        start = time.perf_counter()
+        policy.feedback.learn()
+        learnt = time.perf_counter()
+        plan = plan_chunks(policy.feedback.pipeline, 0, num_tokens, BUDGET, ALIGNMENT)
+        learning.append(1e3 * (learnt - start))
+        planning.append(1e3 * (time.perf_counter() - learnt))
+    return len(plan.ends), min(learning), min(planning)
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -86,6 +111,14 @@ def main() -> None:
                 f"{statistics.median(fastest):>8.1f} {percentile(fastest, 99):>8.1f} "
                 f"{percentile(raw, 99):>8.1f}"
             )
+    print(
+        "\nOnce per sole prompt, at its first step: learning from the completions of the one\n"
+        f"before, with a wrong model, and planning; milliseconds, fastest of {NUM_RUNS}"
+    )
+    print(f"{'P':>3} {'tokens':>12} {'chunks':>8} {'learn':>8} {'plan':>8}")
+    for num_stages, num_tokens in itertools.product((2, 8), (8192, 32768, 131072)):
+        chunks, learn, plan = learning_ms(num_stages, num_tokens)
+        print(f"{num_stages:>3} {num_tokens:>12} {chunks:>8} {learn:>8.1f} {plan:>8.1f}")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
 An engine adapter calls ``begin_step``, ``size`` and ``end_step`` while it schedules,
 ``batch_done`` when a batch has run, and ``settle`` with timings that came back. Everything
-else (window, probes, fit, installation, reasons) happens here, without engine or thread.
+else (window, probes, fit, installation, feedback, reasons) happens here, without engine or
+thread.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from isochunk.calibration import CalibrationPhase, Calibrator, max_other_tokens, slowest_stage
 from isochunk.config import DynamicChunkingConfig
+from isochunk.feedback import feedback_of
 from isochunk.fitting import ChunkSample
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
@@ -46,6 +49,7 @@ class ChunkController:
         alignment: of chunk ends [tokens].
         num_stages: pipeline stages.
         max_model_len: longest context [tokens].
+        clock: seconds; completions are observed with it.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class ChunkController:
         alignment: int,
         num_stages: int,
         max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.alignment = alignment
@@ -75,6 +80,9 @@ class ChunkController:
         self.policy: ChunkPolicy = self.calibrator
         self.counts: Counter[ChunkReason] = Counter()
         self.ledger = TimingLedger()
+        self.num_in_flight = 0
+        """Batches scheduled and not back yet."""
+        self._clock = clock
         self._trace = TraceFile(settings.trace_file) if settings.trace_file else None
         self._decisions: dict[str, tuple[Prefill, ChunkDecision]] = {}
         self._switched = False
@@ -148,11 +156,24 @@ class ChunkController:
                 if decision.reason is ChunkReason.CALIBRATION:
                     self.calibrator.probe_scheduled()
                     self._switch_if_final()
+        if scheduled:
+            self.num_in_flight += 1
+            if (feedback := feedback_of(self.policy)) is not None:
+                is_usable = _is_alone(pieces, len(scheduled), ChunkReason.MODEL)
+                chunk = (pieces[0].prefill.num_cached, pieces[0].num_tokens) if is_usable else None
+                feedback.scheduled(self._clock() * 1e3, chunk)
         if not pieces or not self.needs_timing:
             return None
         if self._trace is None and not _is_sample(pieces, len(scheduled)):
             return None
         return self.ledger.tag(tuple(pieces), len(scheduled))
+
+    def batch_done(self, tag: int | None) -> None:
+        """The oldest batch with tokens is back from the last stage; its tag, if it has one."""
+        self.num_in_flight -= 1
+        if (feedback := feedback_of(self.policy)) is not None:
+            feedback.completed(self._clock() * 1e3)
+        self.ledger.complete(tag)
 
     # -- timings ---------------------------------------------------------------------------
 
@@ -221,7 +242,8 @@ class ChunkController:
                 min_chunk=self.settings.min_chunk_size,
                 alignment=self.alignment,
             )
-        return ShortestTTFT(self._pipeline(models), budget, self.alignment)
+        pipeline = self._pipeline(models)
+        return ShortestTTFT(pipeline, budget, self.alignment, self.num_in_flight)
 
     @cached_property
     def step_overhead(self) -> StepOverhead:
@@ -244,7 +266,12 @@ class ChunkController:
 
 
 def _is_sample(pieces: Sequence[Piece], num_requests: int) -> bool:
-    """Only a batch with next to nothing else in it tells the time of its calibration chunk."""
-    chunk = pieces[0]
-    is_probe = len(pieces) == 1 and chunk.reason is ChunkReason.CALIBRATION
-    return is_probe and num_requests - 1 <= max_other_tokens(chunk.num_tokens)
+    """Whether the batch tells the time of a calibration chunk."""
+    return _is_alone(pieces, num_requests, ChunkReason.CALIBRATION)
+
+
+def _is_alone(pieces: Sequence[Piece], num_requests: int, reason: ChunkReason) -> bool:
+    """One chunk, sized for this reason, with next to nothing else in its batch."""
+    if len(pieces) != 1 or pieces[0].reason is not reason:
+        return False
+    return num_requests - 1 <= max_other_tokens(pieces[0].num_tokens)

@@ -20,11 +20,14 @@ is scheduled.
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections import Counter, deque
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 
+from isochunk.feedback import feedback_of
 from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkPolicy, ChunkReason, Prefill, Step
 from isochunk.timeline import Batch, Piece, RequestResult, Span, Timeline
@@ -73,8 +76,12 @@ def simulate(
     max_num_batched_tokens: int,
     *,
     max_num_seqs: int = 256,
+    noise: float = 0.0,
+    seed: int = 0,
 ) -> Timeline:
     """Run a workload to its end.
+
+    ``noise`` is the standard deviation of the logarithm of a batch's time on a stage.
 
     Raises:
         SimulationError: the policy sized a chunk out of range, or never lets a prompt go on.
@@ -84,7 +91,9 @@ def simulate(
             f"max_num_batched_tokens={max_num_batched_tokens} and "
             f"max_num_seqs={max_num_seqs} must be >= 1"
         )
-    return _Simulation(pipeline, policy, workload, max_num_batched_tokens, max_num_seqs).run()
+    simulation = _Simulation(pipeline, policy, workload, max_num_batched_tokens, max_num_seqs)
+    simulation.noise, simulation.rng = noise, random.Random(seed)
+    return simulation.run()
 
 
 class _Simulation:
@@ -97,6 +106,7 @@ class _Simulation:
         max_num_seqs: int,
     ) -> None:
         self.pipeline, self.policy, self.workload = pipeline, policy, workload
+        self.feedback = feedback_of(policy)
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.events: list[tuple[float, EventKind, int, Request | Batch | None]] = []
         self.sequence = count()
@@ -108,6 +118,7 @@ class _Simulation:
         self.batches: list[Batch] = []
         self.results: list[RequestResult] = []
         self.reasons: Counter[ChunkReason] = Counter()
+        self.noise, self.rng = 0.0, random.Random(0)
 
     def run(self) -> Timeline:
         for arrival in self.workload.initial():
@@ -144,6 +155,8 @@ class _Simulation:
 
     def _complete(self, now_ms: float, batch: Batch) -> None:
         self.num_in_flight -= 1
+        if self.feedback is not None:
+            self.feedback.completed(now_ms)
         by_index = {state.index: state for state in self.running}
         for piece in batch.pieces:
             if not piece.yields_token:
@@ -229,7 +242,8 @@ class _Simulation:
         spans = []
         transfer_ms = self.pipeline.transfer_ms(sum(piece.num_new for piece in pieces))
         ready_ms = now_ms
-        for stage, time_ms in enumerate(batch_times_ms(self.pipeline, pieces)):
+        for stage, exact_ms in enumerate(batch_times_ms(self.pipeline, pieces)):
+            time_ms = exact_ms * math.exp(self.rng.gauss(0.0, self.noise))
             start_ms = max(ready_ms, self.stage_free_ms[stage])
             spans.append(Span(start_ms, start_ms + time_ms))
             self.stage_free_ms[stage] = start_ms + time_ms
@@ -237,7 +251,15 @@ class _Simulation:
         batch = Batch(len(self.batches), now_ms, pieces, tuple(spans))
         self.batches.append(batch)
         self.num_in_flight += 1
+        if self.feedback is not None:
+            self.feedback.scheduled(now_ms, _sole_chunk(pieces))
         self._push(spans[-1].end_ms, EventKind.BATCH_DONE, batch)
+
+
+def _sole_chunk(pieces: tuple[Piece, ...]) -> tuple[int, int] | None:
+    if len(pieces) != 1 or pieces[0].is_decode:
+        return None
+    return pieces[0].num_cached, pieces[0].num_new
 
 
 def batch_times_ms(pipeline: Pipeline, pieces: tuple[Piece, ...]) -> list[float]:

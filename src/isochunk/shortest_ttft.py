@@ -4,6 +4,8 @@
 made once per prompt: re-planning at every chunk would see ever less work left and shrink the
 chunks as the prompt drains.
 
+What earlier prompts have shown about the models (:mod:`isochunk.feedback`) goes into the next plan.
+
 *Several prefills* fill each other's bubbles, so only the step time matters: the steps are packed
 to a target time (:mod:`isochunk.step_packing`, which also states the starvation bound).
 """
@@ -15,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from isochunk.chunk_plan import ChunkPlan, plan_chunks
+from isochunk.feedback import CompletionFeedback
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkDecision, ChunkReason, Prefill, Step
@@ -32,14 +35,23 @@ class ShortestTTFT:
         pipeline: fitted stages, transfers between them, batches in flight.
         max_num_batched_tokens: the engine's token budget of a step.
         alignment: chunk ends are multiples of this [tokens], a prompt's last one aside.
+        num_in_flight: batches under way when the policy is installed.
     """
 
-    def __init__(self, pipeline: Pipeline, max_num_batched_tokens: int, alignment: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        max_num_batched_tokens: int,
+        alignment: int,
+        num_in_flight: int = 0,
+    ) -> None:
         if max_num_batched_tokens < 1 or alignment < 1:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} and "
                 f"alignment={alignment} must be >= 1"
             )
+        self.feedback = CompletionFeedback(pipeline, num_in_flight)
+        """Told of batches by the engine; corrects the models for later prompts."""
         self.pipeline = pipeline
         self.budget = max_num_batched_tokens
         self.alignment = alignment
@@ -104,10 +116,18 @@ class ShortestTTFT:
         if not math.isfinite(worst_ms * prefill.num_remaining):
             self.plan = None
             return None
+        self._learn()
         planned = plan_chunks(self.pipeline, cached, prefill.num_remaining, budget, self.alignment)
         self.plan = planned
         self._plan_key = (prefill.request_id, cached + prefill.num_remaining, budget)
         return planned
+
+    def _learn(self) -> None:
+        """Take what earlier prompts have shown; the plan of a prompt under way stays."""
+        self.feedback.learn()
+        if self.feedback.pipeline is not self.pipeline:
+            self.pipeline = self.feedback.pipeline
+            self._packer = StepPacker(self.pipeline, self.budget, self.alignment)
 
     @staticmethod
     def _planned_end(plan: ChunkPlan, cached: int) -> int:

@@ -190,3 +190,51 @@ def test_fixed_policy_never_calibrates() -> None:
     assert made.is_fixed_for_good
     assert run_prompt(made, "x") == [4096] * 4
     assert not made.needs_timing
+
+
+def test_completions_correct_an_installed_model() -> None:
+    """The machine's attention has become slower since the calibration."""
+    now = 0.0
+    settings = DynamicChunkingConfig(enabled=True)
+    made = ChunkController(
+        settings,
+        max_num_batched_tokens=4096,
+        alignment=64,
+        num_stages=2,
+        max_model_len=32768,
+        clock=lambda: now,
+    )
+    made.add_sweep(
+        [
+            (s, [(x, 8 + m.token_ms * x) for x in range(170, 4097, 170)])
+            for s, m in enumerate(STAGES)
+        ]
+    )
+    for i in range(4):
+        run_prompt(made, f"r{i}")
+    assert isinstance(made.policy, ShortestTTFT)
+    while made.num_in_flight:  # run_prompt never told of them
+        made.batch_done(None)
+    free = [0.0, 0.0]
+    for name in ("a", "b", "c"):
+        cached, in_flight = 0, []
+        while cached < 16384 or in_flight:
+            if cached < 16384 and len(in_flight) < 2:
+                prefill = Prefill(name, cached, 16384 - cached)
+                made.begin_step(Step([prefill]))
+                chunk = made.size(prefill, min(4096, prefill.num_remaining))
+                made.end_step({name: chunk, "decode": 1})
+                ready = now
+                for stage, m in enumerate(STAGES):
+                    slower = LatencyModel(m.fixed_ms, m.prefix_ms, m.token_ms, 1.3 * m.attention_ms)
+                    ready = max(ready, free[stage]) + slower.predict_ms(cached, chunk) / 1e3
+                    free[stage] = ready
+                in_flight.append(ready)
+                cached += chunk
+            else:
+                now = in_flight.pop(0)
+                made.batch_done(None)
+    policy = made.policy
+    policy.feedback.learn()
+    assert policy.feedback.pipeline is not policy.feedback.fitted
+    assert 1.2 < policy.feedback.factors[3] / policy.feedback.factors[2] < 1.45

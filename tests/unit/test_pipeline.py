@@ -1,5 +1,7 @@
 """The simulator: order of events, packing, the in-flight limit, arrivals, batches' costs."""
 
+import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,19 @@ class Sizes:
 
     def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
         return ChunkDecision(self.sizes.pop(0), ChunkReason.MODEL)
+
+
+def test_noise_is_repeatable_and_spreads_batch_times():
+    def lengths(**noise: float) -> list[float]:
+        loop = ClosedLoop([Request(40_000)], 1)
+        batches = simulate(pipeline(), FixedChunk(), loop, 100, **noise).batches
+        return [batch.spans[0].end_ms - batch.spans[0].start_ms for batch in batches]
+
+    noisy = [math.log(ms / 100) for ms in lengths(noise=0.05, seed=3)]
+    assert lengths() == [100] * 400
+    assert lengths(noise=0.05, seed=3) == lengths(noise=0.05, seed=3)
+    assert lengths(noise=0.05, seed=3) != lengths(noise=0.05, seed=4)
+    assert 0.04 < statistics.stdev(noisy) < 0.06
 
 
 def test_two_stages_overlap_chunks_of_one_prompt():

@@ -58,7 +58,7 @@ class Adapter:
     def __init__(self, scheduler: Any, settings: DynamicChunkingConfig, executor: Any) -> None:
         self._scheduler, self._executor = scheduler, executor
         self._overridable = settings.allow_request_override
-        self._num_in_flight, self._is_timing = 0, True
+        self._is_timing = True
         config, budget = scheduler.vllm_config, scheduler.max_num_scheduled_tokens
         tp = config.parallel_config.tensor_parallel_size
         alignment = chunk_alignment(scheduler.block_size)
@@ -139,14 +139,13 @@ class Adapter:
         tag = self.controller.end_step(output.num_scheduled_tokens)
         if tag is not None:
             setattr(output, worker.TAG, tag)
-        self._num_in_flight += output.total_num_scheduled_tokens > 0
         self._reporter.report()
 
     def batch_done(self, output: Any) -> bool:
         """A batch's output is back from the last stage; returns ``is_done``."""
-        self._num_in_flight -= output.total_num_scheduled_tokens > 0
-        self.controller.ledger.complete(getattr(output, worker.TAG, None))
-        if self._num_in_flight == 0:
+        if output.total_num_scheduled_tokens > 0:
+            self.controller.batch_done(getattr(output, worker.TAG, None))
+        if self.controller.num_in_flight == 0:
             self._fetcher.flush()
         self._stop_timing_if_done()
         return self.is_done
