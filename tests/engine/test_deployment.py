@@ -1,6 +1,7 @@
 """``isochunk up`` with real servers: prefill with two stages, decode with one, router."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ def deployment(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     topology |= {"model": str(toy), "served_model_name": MODEL}
     # The engine tests' own settings for engines in this process don't concern the servers.
     topology["env"] |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    topology["args"]["chat-template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
     topology["kv_transfer"]["extra_config"] = {"claim_timeout_s": 5}
     for role in ("prefill", "decode"):
         topology[role][0]["port"] = free_port()
@@ -85,6 +87,33 @@ def test_answers_equal_those_of_one_plain_server(deployment: Deployment) -> None
 
 def _metrics(deployment: Deployment) -> str:
     return httpx.get(f"{deployment.url}/metrics", timeout=30).text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_chats_are_answered_as_by_one_plain_server(deployment: Deployment, is_stream: bool) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "long ago, far away " * (20 + is_stream)}],
+        "max_completion_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": is_stream,
+    }
+    answers = []
+    for url in (deployment.url, deployment.roles["decode"]):
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        if not is_stream:
+            answer = response.json()
+            assert answer["usage"]["completion_tokens"] == 12
+            answers.append(answer["choices"][0]["message"]["content"])
+            continue
+        lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+        answers.append("".join(deltas))
+    assert answers[0] == answers[1] != ""
 
 
 def test_repeated_prompts_use_the_prefix_cache_of_the_prefill(deployment: Deployment) -> None:
