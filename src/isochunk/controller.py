@@ -49,7 +49,6 @@ class ChunkController:
         alignment: of chunk ends [tokens].
         num_stages: pipeline stages.
         max_model_len: longest context [tokens].
-        max_in_flight: batches in flight at most; 0: one per stage.
         clock: seconds; completions are observed with it.
     """
 
@@ -61,7 +60,6 @@ class ChunkController:
         alignment: int,
         num_stages: int,
         max_model_len: int,
-        max_in_flight: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -84,7 +82,6 @@ class ChunkController:
         self.ledger = TimingLedger()
         self.num_in_flight = 0
         """Batches scheduled and not back yet."""
-        self._max_in_flight = max_in_flight
         self._clock = clock
         self._trace = TraceFile(settings.trace_file) if settings.trace_file else None
         self._decisions: dict[str, tuple[Prefill, ChunkDecision]] = {}
@@ -259,8 +256,7 @@ class ChunkController:
         return self._pipeline(self.models)
 
     def _pipeline(self, models: Sequence[LatencyModel]) -> Pipeline:
-        stages = tuple(self.step_overhead.add_to(model) for model in models)
-        return Pipeline(stages, max_in_flight=self._max_in_flight)
+        return Pipeline(tuple(self.step_overhead.add_to(model) for model in models))
 
     def _bottleneck(self, models: Sequence[LatencyModel]) -> int:
         """The slowest stage, for a full chunk half-way into the longest context."""

@@ -61,15 +61,6 @@ def test_every_batch_comes_back_through_update_from_output() -> None:
     assert "self.scheduler.update_from_output(" in source
 
 
-def test_the_batch_queue_is_read_anew_in_every_step() -> None:
-    source = source_without_comments(EngineCore.step_with_batch_queue)
-    assert "batch_queue = self.batch_queue" in source
-    assert "len(batch_queue) < self.batch_queue_size" in source
-    # Requests are added between steps: the queue can be replaced there.
-    assert "add_request" not in source
-    assert "self.scheduler.add_request(" in source_without_comments(EngineCore.add_request)
-
-
 @pytest.mark.parametrize("executor", [Executor, MultiprocExecutor])
 def test_executor_sends_functions_without_blocking(executor: type) -> None:
     parameters = inspect.signature(executor.collective_rpc).parameters
@@ -92,7 +83,6 @@ def test_tag_travels_with_a_scheduler_output() -> None:
 def test_schedulers_override_nothing_else() -> None:
     ours = {name for name in vars(scheduler.DynamicChunkingMixin) if not name.startswith("__")}
     assert ours - {"_adapter", "_tell"} == {
-        "add_request",
         "schedule",
         "update_from_output",
         "_reserve_prefill_lookahead",

@@ -1,14 +1,12 @@
 """Reasons to keep fixed chunking that no engine here can be brought into."""
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from isochunk.config import DynamicChunkingConfig
-from isochunk.vllm.internals import find_engine_core, why_unsupported
-from isochunk.vllm.queue_depth import can_deepen, set_depth
+from isochunk.vllm.internals import find_executor, why_unsupported
 
 
 def scheduler(**changes: Any) -> SimpleNamespace:
@@ -68,49 +66,12 @@ def test_executors_that_cannot_be_used() -> None:
     assert "no executor" in str(why_unsupported(scheduler(), config, None))
 
 
-def test_engine_core_is_found_from_the_caller_that_builds_the_scheduler() -> None:
+def test_executor_is_found_from_the_caller_that_holds_it() -> None:
     class Core:
         def __init__(self, executor: object) -> None:
             self.model_executor = executor
-            self.found = find_engine_core()
+            self.found = find_executor()
 
-    core = Core(SimpleNamespace(collective_rpc=print))
-    assert core.found is core
-    assert find_engine_core() is None
-
-
-def test_the_queue_is_deepened_only_while_it_is_empty_and_known() -> None:
-    engine = SimpleNamespace(batch_queue=deque(maxlen=2), batch_queue_size=2)
-    engine.batch_queue.append("batch")
-    for queue in (engine.batch_queue, None, []):
-        engine.batch_queue = queue
-        set_depth(engine, 3)
-        assert engine.batch_queue is queue
-        assert engine.batch_queue_size == 2
-    engine.batch_queue = deque(maxlen=2)
-    set_depth(engine, 3)
-    assert (engine.batch_queue.maxlen, engine.batch_queue_size) == (3, 3)
-    set_depth(engine, 2)
-    assert (engine.batch_queue.maxlen, engine.batch_queue_size) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("spec", "batches", "expected"),
-    [
-        ("FullAttentionSpec", 2, True),
-        ("MLAAttentionSpec", 2, True),
-        ("SlidingWindowSpec", 2, False),
-        ("FullAttentionSpec", 3, False),  # asynchronous scheduling has its own
-    ],
-)
-def test_where_one_batch_more_may_be_in_flight(spec: str, batches: int, expected: bool) -> None:
-    group = SimpleNamespace(kv_cache_spec=type(spec, (), {})())
-    made = SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            max_concurrent_batches=batches,
-            parallel_config=SimpleNamespace(pipeline_parallel_size=2),
-        ),
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
-    )
-    assert can_deepen(SimpleNamespace(step_with_batch_queue=print), made) is expected
-    assert not can_deepen(SimpleNamespace(), made)
+    executor = SimpleNamespace(collective_rpc=print)
+    assert Core(executor).found is executor
+    assert find_executor() is None

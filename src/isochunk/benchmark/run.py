@@ -6,7 +6,7 @@ import json
 import platform
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -134,8 +134,6 @@ def predict_ttft_s(
     budget = int(size) if size else engine.budget
     chosen: ChunkPolicy = FixedChunk() if size else engine.controller.make_policy(name)
     pipeline: Pipeline = engine.controller.pipeline
-    if size:  # stock vLLM has one batch per stage in flight
-        pipeline = replace(pipeline, max_in_flight=0)
     requests = [Request(num_prompt=length) for length in lengths]
     timeline = simulate(pipeline, chosen, ClosedLoop(requests, concurrency), budget)
     return timeline.mean_ttft_ms / 1e3

@@ -19,8 +19,7 @@ from isochunk.probes import plan_sweep
 from isochunk.reporting import ChunkReporter
 from isochunk.timings import TimingFetcher
 from isochunk.vllm import worker
-from isochunk.vllm.internals import find_engine_core, warm_up_cpu_pipeline, why_unsupported
-from isochunk.vllm.queue_depth import can_deepen, set_depth
+from isochunk.vllm.internals import find_executor, warm_up_cpu_pipeline, why_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +38,12 @@ def attach(scheduler: Any) -> Adapter | None:
     package_logger.handlers, package_logger.propagate = vllm_logger.handlers, False
     package_logger.setLevel(vllm_logger.getEffectiveLevel())
     if settings.enabled:
-        engine = find_engine_core()
-        executor: Any = getattr(engine, "model_executor", None)
+        executor = find_executor()
         reason = why_unsupported(scheduler, settings, executor)
         if reason is None:
             reason = next(filter(None, executor.collective_rpc(worker.install)), None)
             if reason is None:
-                adapter = Adapter(scheduler, settings, engine)
+                adapter = Adapter(scheduler, settings, executor)
                 return None if adapter.is_done else adapter
             executor.collective_rpc(worker.uninstall)
         logger.warning("Dynamic chunking is off, chunks stay fixed: %s", reason)
@@ -57,22 +55,18 @@ def attach(scheduler: Any) -> Adapter | None:
 class Adapter:
     """Translates steps, requests and timings; holds no chunking logic of its own."""
 
-    def __init__(self, scheduler: Any, settings: DynamicChunkingConfig, engine: Any) -> None:
-        self._scheduler, self._engine = scheduler, engine
-        self._executor = executor = engine.model_executor
+    def __init__(self, scheduler: Any, settings: DynamicChunkingConfig, executor: Any) -> None:
+        self._scheduler, self._executor = scheduler, executor
         self._overridable = settings.allow_request_override
         self._is_timing = True
         config, budget = scheduler.vllm_config, scheduler.max_num_scheduled_tokens
         tp = config.parallel_config.tensor_parallel_size
-        self._num_stages = config.parallel_config.pipeline_parallel_size
-        self._can_deepen = can_deepen(engine, scheduler)
         alignment = chunk_alignment(scheduler.block_size)
         self.controller = ChunkController(
             settings,
             max_num_batched_tokens=budget,
             alignment=alignment,
-            num_stages=self._num_stages,
-            max_in_flight=self._num_stages + self._can_deepen,
+            num_stages=config.parallel_config.pipeline_parallel_size,
             max_model_len=scheduler.max_model_len,
         )
         self._metrics = metrics.CalibrationExporter(
@@ -97,12 +91,6 @@ class Adapter:
     def is_done(self) -> bool:
         """Whether chunks stay fixed and nothing is timed any more."""
         return self.controller.is_fixed_for_good and not self.controller.needs_timing
-
-    def arrive(self, request: Any) -> None:
-        """A new request, between steps: one batch more in flight, except for stock chunks."""
-        if self._can_deepen:
-            is_stock = isinstance(self._override(request) or self.controller.policy, FixedChunk)
-            set_depth(self._engine, self._num_stages + (not is_stock))
 
     def begin_step(self) -> None:
         """Before vLLM schedules: take timings in, tell the policy what is there."""
@@ -137,16 +125,14 @@ class Adapter:
         if remaining <= 1:
             return num_allowed
         prefill = Prefill(request.request_id, num_computed, remaining)
-        is_whole = request.has_encoder_inputs  # multimodal: may have to go in one forward
-        override = FixedChunk() if is_whole else self._override(request)
+        override = None
+        if request.has_encoder_inputs:  # multimodal: may have to go in one forward
+            override = FixedChunk()
+        elif self._overridable and request.sampling_params is not None:
+            asked = (request.sampling_params.extra_args or {}).get(OVERRIDE_ARG)
+            if type(asked) is int and asked >= 0:
+                override = FixedChunk(asked or None)
         return self.controller.size(prefill, min(num_allowed, remaining), override)
-
-    def _override(self, request: Any) -> FixedChunk | None:
-        """What the request itself asks for, where that is allowed."""
-        if not self._overridable or request.sampling_params is None:
-            return None
-        asked = (request.sampling_params.extra_args or {}).get(OVERRIDE_ARG)
-        return FixedChunk(asked or None) if type(asked) is int and asked >= 0 else None
 
     def end_step(self, output: Any) -> None:
         """After vLLM has scheduled: count what went out, tag what is to be timed."""

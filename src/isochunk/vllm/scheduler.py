@@ -35,11 +35,6 @@ class DynamicChunkingMixin:
             self._adapter = None
             return default
 
-    def add_request(self, request: Any) -> None:
-        """See vLLM's Scheduler."""
-        self._tell("arrive", request)
-        super().add_request(request)  # type: ignore[misc]
-
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's Scheduler."""
         self._tell("begin_step")
