@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from isochunk.fitting import ChunkSample, FitReport, Refusal, fit_latency_model
+from isochunk.fitting import ChunkSample, FitChecks, FitReport, Refusal, fit_latency_model
 from isochunk.latency import LatencyModel
 from isochunk.policies import (
     ChunkDecision,
@@ -70,6 +70,7 @@ class Calibrator:
         num_stages: pipeline stages that report timings.
         max_model_len: longest context [tokens]; where the useful shrink is judged.
         max_samples: runtime samples per stage at most, then the calibration gives up.
+        checks: what a fit must satisfy.
         probe_divisors: the probes besides the budget are the budget divided by these.
         needs_shrink: give up if equal-latency chunks would hardly shrink.
         make_policy: makes the policy that a fitted model would get, to confirm it.
@@ -82,6 +83,7 @@ class Calibrator:
     max_model_len: int
     make_policy: PolicyFactory
     max_samples: int = 30
+    checks: FitChecks = field(default_factory=FitChecks)
     probe_divisors: tuple[int, ...] = PROBE_DIVISORS
     needs_shrink: bool = True
     phase: CalibrationPhase = CalibrationPhase.SWEEPING
@@ -216,7 +218,7 @@ class Calibrator:
         if not self.is_measuring or (self._candidate is not None and not self._num_confirmed):
             return
         self.reports = [
-            fit_latency_model(self.samples.get(stage, ()), self.sweeps.get(stage, ()))
+            fit_latency_model(self.samples.get(stage, ()), self.sweeps.get(stage, ()), self.checks)
             for stage in range(self.num_stages)
         ]
         num_shapes = min(report.num_shapes for report in self.reports)

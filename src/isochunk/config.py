@@ -63,10 +63,23 @@ class DynamicChunkingConfig(BaseModel):
     max_calibration_samples: int = Field(
         30, gt=5, description="a whole number > 5 of timed chunks per stage"
     )
+    max_fit_error: float = Field(
+        0.07,
+        gt=0,
+        le=0.5,
+        allow_inf_nan=False,
+        description="a number in (0, 0.5]: median relative error up to which a fit is used",
+    )
     allow_request_override: bool = Field(False, description="true or false")
     trace_file: str | None = Field(None, description="a path, or nothing")
 
-    @field_validator("smooth_factor", "min_chunk_size", "max_calibration_samples", mode="before")
+    @field_validator(
+        "smooth_factor",
+        "min_chunk_size",
+        "max_calibration_samples",
+        "max_fit_error",
+        mode="before",
+    )
     @classmethod
     def _is_number(cls, value: object) -> object:
         if isinstance(value, bool):  # Pydantic would take true for 1

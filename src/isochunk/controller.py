@@ -17,7 +17,7 @@ from functools import cached_property
 from isochunk.calibration import CalibrationPhase, Calibrator, max_other_tokens, slowest_stage
 from isochunk.config import DynamicChunkingConfig
 from isochunk.feedback import feedback_of
-from isochunk.fitting import ChunkSample
+from isochunk.fitting import ChunkSample, FitChecks
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.overhead import StepOverhead, fit_step_overhead
@@ -74,6 +74,7 @@ class ChunkController:
             max_model_len=max_model_len,
             make_policy=lambda models: self._make_policy(settings.policy, models),
             max_samples=settings.max_calibration_samples,
+            checks=FitChecks.with_error(settings.max_fit_error),
             probe_divisors=PROBE_DIVISORS if is_equal_latency else AUTO_PROBE_DIVISORS,
             needs_shrink=is_equal_latency,
         )

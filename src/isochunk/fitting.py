@@ -69,6 +69,17 @@ class FitChecks:
     min_attention_significance: float = 3.0
     """The attention term must be this many of its standard errors above 0."""
 
+    @classmethod
+    def with_error(cls, max_median_error: float) -> FitChecks:
+        """For a machine of more or less noise: error and uncertainty limits in proportion."""
+        default = cls()
+        scale = max_median_error / default.max_median_error
+        return cls(
+            max_median_error=max_median_error,
+            max_p90_error=scale * default.max_p90_error,
+            max_prediction_error=scale * default.max_prediction_error,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FitReport:

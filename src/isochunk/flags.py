@@ -15,6 +15,7 @@ _VALUES = {
     "smooth_factor": "F",
     "min_chunk_size": "TOKENS",
     "max_calibration_samples": "N",
+    "max_fit_error": "F",
     "trace_file": "PATH",
 }
 

@@ -127,8 +127,9 @@ def make_engine(toy: Path) -> Callable[..., Any]:
 
         own = {"enabled": True, "policy": "equal-latency", "smooth_factor": 1.0}
         own |= {"min_chunk_size": 128}
-        # More samples than by default: a busy test machine may need them.
-        own |= {"allow_request_override": True, "max_calibration_samples": 90} | (settings or {})
+        # Test machines may be busy: more samples than by default, and noisier ones.
+        own |= {"max_calibration_samples": 90, "max_fit_error": 0.25}
+        own |= {"allow_request_override": True} | (settings or {})
         options = {
             "model": str(toy),
             "pipeline_parallel_size": 2,

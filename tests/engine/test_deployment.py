@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from bench.deployment import kill_in_mid_run, left_over, servers
-from bench.deployment_load import check, disconnect_all, make_asks, send_all
+from bench.deployment_load import check, disconnect_all, gauges, make_asks, send_all
 from isochunk.demo.server import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpu-1p1d.yaml"
@@ -81,12 +81,8 @@ def test_answers_equal_those_of_one_plain_server(deployment: Deployment) -> None
     assert check(asks, outcomes, expected) == []
     assert len({o.tokens for o in outcomes}) > 12
     # The prefills did take place on the other side.
-    assert "isochunk_router_untransferred_total" not in _metrics(deployment)
+    assert gauges(deployment.url, "isochunk_router_untransferred_total") == []
     assert left_over(deployment.url, deployment.roles) == []
-
-
-def _metrics(deployment: Deployment) -> str:
-    return httpx.get(f"{deployment.url}/metrics", timeout=30).text
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -140,6 +140,18 @@ def test_a_full_local_hit_and_an_early_abort_release_the_blocks() -> None:
     assert "d" in scheduler.take_metadata(False).releases
 
 
+def test_a_request_for_the_other_role_is_served_without_a_transfer() -> None:
+    producer = PushScheduler(BLOCK_SIZE, is_consumer=False)
+    producer.on_new_request(make_request(handed_over()))
+    assert producer.count_remote_tokens(make_request(handed_over()), 0) == (0, False)
+    consumer = PushScheduler(BLOCK_SIZE, is_producer=False)
+    finished = make_request({"do_remote_decode": True})
+    assert consumer.on_finished(finished, [1]) == (False, None)
+    for scheduler in (producer, consumer):
+        news = scheduler.take_metadata(True)
+        assert (news.claims, news.releases, news.holds) == ({}, {}, [])
+
+
 def test_a_request_that_vllm_only_adds_to_let_the_blocks_go_releases_them() -> None:
     params = handed_over()
     scheduler = PushScheduler(BLOCK_SIZE)

@@ -1,10 +1,12 @@
 """The calibration's state machine, driven like an engine would, on synthetic machines."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
-from isochunk.fitting import ChunkSample
+from isochunk.fitting import ChunkSample, FitChecks
 from isochunk.latency import LatencyModel
 from isochunk.policies import ChunkReason, EqualLatency, Prefill, Step
 from isochunk.probes import MAX_SWEEP_SIZES, plan_probes, plan_sweep
@@ -13,7 +15,7 @@ STAGE_0 = LatencyModel(10.0, 0.001, 0.06, 2e-5)
 STAGE_1 = LatencyModel(12.0, 0.001, 0.07, 2.4e-5)
 
 
-def calibrator(**changes: int) -> Calibrator:
+def calibrator(**changes: Any) -> Calibrator:
     settings = {
         "budget": 4096,
         "min_chunk": 512,
@@ -30,7 +32,7 @@ def calibrator(**changes: int) -> Calibrator:
     )
 
 
-def swept(**changes: int) -> Calibrator:
+def swept(**changes: Any) -> Calibrator:
     chosen = calibrator(**changes)
     for stage, model in enumerate((STAGE_0, STAGE_1)):
         chosen.add_sweep(stage, [(x, 8 + model.token_ms * x) for x in range(170, 4097, 170)])
@@ -259,3 +261,17 @@ def test_smallest_sample_limits_can_still_install(max_samples: int) -> None:
     for i in range(6):
         prefill_prompt(chosen, "r" * (i + 1), noise=0.0)
     assert chosen.phase is CalibrationPhase.INSTALLED
+
+
+@pytest.mark.parametrize(("max_error", "is_used"), [(0.07, False), (0.25, True)])
+def test_a_noisy_machine_needs_a_larger_error_to_be_allowed(
+    max_error: float, is_used: bool
+) -> None:
+    chosen = swept(max_samples=60, checks=FitChecks.with_error(max_error))
+    for number in range(12):
+        if not chosen.is_final:
+            prefill_prompt(chosen, f"request {number}", noise=0.18)
+    assert chosen.is_final
+    assert (chosen.phase is CalibrationPhase.INSTALLED) is is_used
+    if not is_used:
+        assert "at most 7% and 25% allowed" in chosen.reason

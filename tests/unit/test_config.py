@@ -169,7 +169,9 @@ def test_disabled_ascend_section_does_not_choose_the_policy() -> None:
     assert resolve_config(both, {}).policy == "auto"
 
 
-@pytest.mark.parametrize("name", ["smooth_factor", "min_chunk_size", "max_calibration_samples"])
+@pytest.mark.parametrize(
+    "name", ["smooth_factor", "min_chunk_size", "max_calibration_samples", "max_fit_error"]
+)
 def test_true_is_not_a_number(name: str) -> None:
     with pytest.raises(ConfigError, match=f"isochunk.{name}=True"):
         resolve_config({"isochunk": {"enabled": True, name: True}}, {})

@@ -331,6 +331,31 @@ def test_blocks_that_are_not_held_fail_the_transfer(blocks: tuple[list[int], int
         assert not result(receiving[0])
 
 
+def test_a_cache_that_cannot_be_written_fails_the_request() -> None:
+    source, target = one_pair()
+
+    def write(*_: Any) -> None:
+        raise RuntimeError("index out of range")
+
+    target[0].write = write  # type: ignore[method-assign]
+    with senders(source) as sending, receivers(target) as receiving:
+        for sender in sending:
+            sender.hold(0, "r")
+        receiving[0].fetch("d", remote_of(source, sending), [3], 0)
+        assert not result(receiving[0])
+
+
+@pytest.mark.parametrize("host", ["", "no such host", "a" * 70, "x\udc80"])
+def test_an_address_that_makes_no_sense_fails_the_request(host: str) -> None:
+    source, target = one_pair()
+    with senders(source) as sending, receivers(target) as receiving:
+        remote = remote_of(source, sending)
+        bad = remote.remote_addresses[0].model_copy(update={"host": host})
+        remote = remote.model_copy(update={"remote_addresses": (bad,)})
+        receiving[0].fetch("d", remote, [3], 0)
+        assert not result(receiving[0])
+
+
 def test_a_stage_that_cannot_be_reached_fails_the_transfer_fast() -> None:
     source, target = one_pair()
     with senders(source) as sending, receivers(target) as receiving:

@@ -33,6 +33,8 @@ OWNED_FLAGS = {
     "--max-num-batched-tokens": "max_num_batched_tokens",
     "--kv-transfer-config": "kv_transfer",
     "--enable-dynamic-chunking": "dynamic_chunking",
+    "--config": "args, one by one",
+    "--api-key": "VLLM_API_KEY in env",
 }
 _SHORT_FLAGS = {
     "-tp": "--tensor-parallel-size",

@@ -125,7 +125,11 @@ def test_restarts_are_bounded_and_back_off(launcher: Launcher) -> None:
         trouble.touch()
         os.kill(launcher.started("decode-0")[2], signal.SIGKILL)
 
-    jobs = [launcher.job("decode-0", "decode", f"fail-when:{trouble}")]
+    jobs = [
+        launcher.job("prefill-0", "prefill"),
+        launcher.job("decode-0", "decode", f"fail-when:{trouble}"),
+        launcher.job("decode-1", "decode"),
+    ]
     policy = {"action": "restart", "max_restarts": 2, "backoff_s": 0.1}
     assert launcher.run(jobs, scenario, on_failure=policy) == 1
     assert "restarting it in 0.1 s" in launcher.text
@@ -133,6 +137,10 @@ def test_restarts_are_bounded_and_back_off(launcher: Launcher) -> None:
     assert "decode-0 exited with status 3" in launcher.text
     assert "no such weights" in launcher.text
     assert "after 2 restarts within 600 s; taking the deployment down" in launcher.text
+    # The others are stopped, not taken for failed.
+    down = launcher.text.rpartition("taking the deployment down")[2]
+    assert "restarting" not in down
+    assert "started" not in down
     assert launcher.alive() == []
 
 

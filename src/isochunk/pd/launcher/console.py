@@ -37,7 +37,11 @@ class LogConsole:
     def log(self, name: str, line: str) -> None:
         """A line of a process's output."""
         if name in self._files:
-            print(line, file=self._files[name], flush=True)
+            try:
+                print(line, file=self._files[name], flush=True)
+            except OSError as error:  # a full disk must not take the servers down
+                del self._files[name]
+                self.say(f"no longer writing {name}.log: {error}")
         self._print(name, line)
 
     def say(self, line: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isochunk.pd.commands import Part, calibrations, make_parts, router_url
-from isochunk.pd.topology import OnFailure, Topology
+from isochunk.pd.topology import OnFailure
 from isochunk.pd.topology_file import Deployment
 
 
@@ -75,7 +75,9 @@ def make_plan(deployment: Deployment, nodes: Sequence[str]) -> Plan:
         router=_make_job(router) if is_here else None,
         elsewhere={p.name: p.health_url for p in servers if is_here and p.node not in nodes},
         calibrations={
-            name: Job(name, "calibrate", _command(argv), _environment(_api_key(topology)), "")
+            name: Job(
+                name, "calibrate", _command(argv), _environment(_api_key(deployment, name)), ""
+            )
             for name, argv in (calibrations(deployment) if is_here else {}).items()
         },
         ready=ready,
@@ -85,8 +87,13 @@ def make_plan(deployment: Deployment, nodes: Sequence[str]) -> Plan:
     )
 
 
-def _api_key(topology: Topology) -> dict[str, str | None]:
-    return {name: value for name, value in topology.env.items() if name == "VLLM_API_KEY"}
+def _api_key(deployment: Deployment, name: str) -> dict[str, str | None]:
+    """The key that a server asks for, as a variable."""
+    env = dict(deployment.topology.env)
+    for server in deployment.servers:
+        if server.name == name:
+            env |= server.instance.env
+    return {name: value for name, value in env.items() if name == "VLLM_API_KEY"}
 
 
 def _make_job(part: Part, can_restart: bool = True) -> Job:

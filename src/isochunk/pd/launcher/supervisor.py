@@ -14,6 +14,7 @@ from isochunk.pd.launcher.console import LogConsole
 from isochunk.pd.launcher.jobs import Job, Plan
 from isochunk.pd.launcher.process import ManagedProcess, describe_status
 
+_CALIBRATION_TIMEOUT_S = 1800.0
 _STOP_ORDER = ("calibrate", "router", "decode", "prefill")
 _PROBE_TIMEOUT_S = 5.0
 # vLLM doesn't heed SIGTERM while it loads, and there is nothing to finish then.
@@ -88,7 +89,7 @@ class Supervisor:
             await self._wait_until_healthy({"router": plan.router.health_url})
         self._is_ready = True
         self._console.announce(plan.ready)
-        await asyncio.gather(*(self._keep_running(name) for name in list(self._running)))
+        await _all([self._keep_running(name) for name in list(self._running)])
 
     async def _start(self, job: Job) -> None:
         grace_s = self._plan.shutdown_timeout_s
@@ -149,8 +150,16 @@ class Supervisor:
     async def _calibrate(self, job: Job) -> None:
         await self._start(job)
         key = f"calibrate {job.name}"
-        status = await asyncio.shield(self._running[key][2])
-        del self._running[key]
+        _, process, end = self._running[key]
+        try:
+            async with asyncio.timeout(_CALIBRATION_TIMEOUT_S):
+                status = await asyncio.shield(end)
+        except TimeoutError:
+            status = 1
+        finally:
+            if not end.done():
+                await process.stop()
+            del self._running[key]
         if status:
             message = f"{key}: {describe_status(status)}; its chunks stay as they are"
             self._console.say(message)
@@ -197,9 +206,9 @@ class Supervisor:
             async with asyncio.timeout(self._plan.startup_timeout_s):
                 probe = self._probe(job.name, job.health_url)
                 await self._unless_one_ends(probe, [job.name])
-                if job.name in self._plan.calibrations:
-                    calibration = self._calibrate(self._plan.calibrations[job.name])
-                    await self._unless_one_ends(calibration, [job.name])
+            if job.name in self._plan.calibrations:
+                calibration = self._calibrate(self._plan.calibrations[job.name])
+                await self._unless_one_ends(calibration, [job.name])
         except TimeoutError:
             self._console.say(f"{job.name}: not healthy within startup_timeout_s after its restart")
             await self._running[job.name][1].stop()
@@ -218,4 +227,11 @@ class Supervisor:
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:
-    await asyncio.gather(*works)
+    """Await all; the first failure cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import uuid
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -97,7 +98,7 @@ class Mooncake:
         # One registered engine is the only one behind that server: no need to choose it.
         headers = {DATA_PARALLEL_RANK: rank} if len(engines) > 1 else {}
         return _MooncakeTransfer(
-            f"xfer-{request_id}", engines[rank], prefiller.bootstrap_url, headers
+            f"xfer-{uuid.uuid4().hex}", engines[rank], prefiller.bootstrap_url, headers
         )
 
     def forget(self, prefiller: Address) -> None:

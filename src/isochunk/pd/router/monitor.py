@@ -39,7 +39,7 @@ class Monitor:
             )
             up = answer.status_code == 200
             reason = f"/health answered {answer.status_code}"
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ValueError, OSError) as error:
             up = False
             reason = f"/health: {type(error).__name__}"
             if isinstance(error, httpx.TimeoutException):

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +153,9 @@ class Receiver:
                 failure = str(error)
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
                 failure = f"connection to the prefill instance lost: {error!r}"
+            except Exception as error:  # e.g. the cache can't be written
+                logger.exception("KV transfer of %s failed", request_id)
+                failure = repr(error)
             await reception.is_wanted.wait()  # a failed claim is reported when it matters
         finally:
             del self._receptions[request_id]
@@ -181,7 +185,8 @@ class Receiver:
                     ]
                 )
             for connection in opened:
-                await wire.send(connection.writer, {"done": True})
+                with suppress(OSError):  # its blocks have arrived already
+                    await wire.send(connection.writer, {"done": True})
         finally:
             for connection in opened:
                 connection.writer.close()

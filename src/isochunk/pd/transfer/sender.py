@@ -89,7 +89,7 @@ class Sender:
 
     def close(self) -> None:
         """Stop listening and drop everything."""
-        self._server.close()
+        self._thread.call(self._server.close)
         self._thread.close()
 
     # -- on the loop -----------------------------------------------------------------------

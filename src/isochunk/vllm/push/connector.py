@@ -71,7 +71,11 @@ class PushConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             from isochunk.vllm.push.scheduler import PushScheduler  # noqa: PLC0415
 
-            self._scheduler = PushScheduler(vllm_config.cache_config.block_size)
+            self._scheduler = PushScheduler(
+                vllm_config.cache_config.block_size,
+                is_producer=self._kv_transfer_config.is_kv_producer,
+                is_consumer=self._kv_transfer_config.is_kv_consumer,
+            )
         else:
             from isochunk.vllm.push.worker import PushWorker  # noqa: PLC0415
 

@@ -22,8 +22,9 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class PushScheduler:
     """Bookkeeping of both roles; a request is either one to hold for or one to fetch for."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, is_producer: bool = True, is_consumer: bool = True):
         self._block_size = block_size
+        self._is_producer, self._is_consumer = is_producer, is_consumer
         self._places: dict[tuple[int, int], PushHandshake] = {}
         self._sequence = itertools.count()
         self._news = PushMetadata()
@@ -46,6 +47,12 @@ class PushScheduler:
         """Claim what its parameters point to, if they make sense."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
+            return
+        if not self._is_consumer:
+            logger.warning(
+                "%s asks a kv_producer to fetch blocks; its prompt is computed here",
+                request.request_id,
+            )
             return
         is_release = getattr(request, "abort_immediately", False)  # vLLM's way to let it go
         try:
@@ -107,6 +114,9 @@ class PushScheduler:
         if not params or not params.get("do_remote_decode"):
             return False, None
         if request.status not in _COMPLETE or not block_ids:
+            return False, None
+        if not self._is_producer:
+            logger.warning("%s asks a kv_consumer to hold its blocks", request.request_id)
             return False, None
         sequence = next(self._sequence)
         self._news.holds.append((sequence, request.request_id))

@@ -55,7 +55,7 @@ class PagedCache:
         values = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(cache.dtype)
         cache[index] = values.view(len(index), *cache.shape[1:]).to(cache.device)
         if cache.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(cache.device)
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
         first = torch.tensor(block_ids, device=self.example.device) * self._kernel_blocks
@@ -108,6 +108,10 @@ class PushWorker:
 
     def _describe(self, cache: PagedCache, layers: tuple[str, ...]) -> Shard:
         tp = get_tp_group()
+        parallel = self._config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if (size := getattr(parallel, name, 1)) > 1:
+                raise LayoutError(f"{name}={size} spreads a block over ranks; the push needs 1")
         num_heads = cache.example.shape[1]
         total = self._config.model_config.get_total_num_kv_heads()
         is_latent = self._config.model_config.use_mla
