@@ -66,7 +66,7 @@ def test_the_factory_finds_the_connector_by_its_path() -> None:
     [
         ({"claim_timeout_s": 0}, ["claim_timeout_s=0", "> 0"]),
         ({"stall_timeout_s": float("inf")}, ["stall_timeout_s=inf"]),
-        ({"hots": "::1"}, ["hots='::1'", "host, claim_timeout_s, stall_timeout_s"]),
+        ({"hots": "::1"}, ["hots='::1'", "host, claim_timeout_s, queue_timeout_s"]),
     ],
 )
 def test_bad_settings_are_named(extra: dict[str, Any], parts: list[str]) -> None:

@@ -73,7 +73,9 @@ def make_ranks(pp: int, tp: int, total_heads: int, filled: bool, **change: Any) 
 
 
 @contextmanager
-def senders(ranks: list[FakeRank], claim_timeout_s: float = 5.0) -> Iterator[list[Sender]]:
+def senders(
+    ranks: list[FakeRank], claim_timeout_s: float = 5.0, queue_timeout_s: float = 5.0
+) -> Iterator[list[Sender]]:
     with ExitStack() as stack:
         made = []
         for rank in ranks:
@@ -82,6 +84,7 @@ def senders(ranks: list[FakeRank], claim_timeout_s: float = 5.0) -> Iterator[lis
                 rank.read,
                 host="127.0.0.1",
                 claim_timeout_s=claim_timeout_s,
+                queue_timeout_s=queue_timeout_s,
                 changed=rank.changed,
             )
             stack.callback(sender.close)
@@ -256,6 +259,22 @@ def test_a_consumer_that_dies_gives_its_claim_back() -> None:
             assert not any(sender.take_finished() for sender in sending)
         for sender in sending:
             assert wait_until(sender.take_finished) == {"r"}
+
+
+def test_a_consumer_that_is_stuck_does_not_hold_blocks_for_ever() -> None:
+    source, target = one_pair()
+    with (
+        senders(source, claim_timeout_s=0.1, queue_timeout_s=0.2) as sending,
+        receivers(target) as receiving,
+    ):
+        for sender in sending:
+            sender.hold(0, "r")
+        remote = remote_of(source, sending)
+        receiving[0].claim("d", remote)
+        for sender in sending:
+            assert wait_until(sender.take_finished) == {"r"}
+        receiving[0].fetch("d", remote, [3], 0)
+        assert not result(receiving[0])
 
 
 def test_a_repeated_transfer_is_harmless() -> None:

@@ -2,7 +2,8 @@
 
 A hold ends when every consumer rank has said that it is done, or when nobody has claimed it
 for ``claim_timeout_s``. A claim lasts as long as its connection, so a decode instance that
-queues a prompt keeps its blocks and one that dies gives them back.
+queues a prompt keeps its blocks and one that dies gives them back; one that is stuck loses the
+connection after ``queue_timeout_s``.
 
 The client's way to a decode instance can be faster than the engine's next step, which tells
 this rank of the hold and waits for chunks of other prompts. Claims therefore carry block ids
@@ -52,6 +53,7 @@ class Sender:
         read: reads blocks out of the cache; called on the sender's own thread.
         host: address to listen on.
         claim_timeout_s: seconds that unclaimed blocks are held.
+        queue_timeout_s: seconds that claimed blocks are held while nothing is fetched.
         changed: set whenever a hold has ended.
     """
 
@@ -62,11 +64,13 @@ class Sender:
         *,
         host: str,
         claim_timeout_s: float,
+        queue_timeout_s: float,
         changed: threading.Event,
     ) -> None:
         self._shard = shard
         self._read = read
         self._claim_timeout_s = claim_timeout_s
+        self._queue_timeout_s = queue_timeout_s
         self._changed = changed
         self._holds: dict[int, _Hold] = {}
         self._last_held = -1
@@ -161,7 +165,8 @@ class Sender:
         try:
             await wire.send(writer, {"claimed": sequence})
             while True:
-                message, _ = await wire.receive(reader)
+                async with asyncio.timeout(self._queue_timeout_s):
+                    message, _ = await wire.receive(reader)
                 if "done" in message:
                     hold.done_consumers.add(consumer)
                     break
@@ -189,5 +194,6 @@ class Sender:
                 ids = block_ids[start : start + step]
                 data = self._read(layer, ids, first_head, piece.num_heads)
                 header = {"layer": layer, "block": start, "num_blocks": len(ids)}
-                await wire.send(writer, header, data)
+                async with asyncio.timeout(self._claim_timeout_s):
+                    await wire.send(writer, header, data)
         await wire.send(writer, {"end": True})

@@ -32,6 +32,9 @@ class PushSettings(BaseModel):
     claim_timeout_s: float = Field(
         60.0, gt=0, allow_inf_nan=False, description="a number of seconds > 0"
     )
+    queue_timeout_s: float = Field(
+        600.0, gt=0, allow_inf_nan=False, description="a number of seconds > 0"
+    )
     stall_timeout_s: float = Field(
         30.0, gt=0, allow_inf_nan=False, description="a number of seconds > 0"
     )

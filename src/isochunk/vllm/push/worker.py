@@ -93,6 +93,7 @@ class PushWorker:
                 cache.read,
                 host=self._settings.host,
                 claim_timeout_s=self._settings.claim_timeout_s,
+                queue_timeout_s=self._settings.queue_timeout_s,
                 changed=self._changed,
             )
         if transfer.is_kv_consumer:
