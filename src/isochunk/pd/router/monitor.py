@@ -20,7 +20,7 @@ DOWN_INTERVAL_S = 0.5
 
 
 class Monitor:
-    """Probes every server; ``first_round`` is over when each was probed once."""
+    """Probes every server, and reads the latency models of prefill servers."""
 
     def __init__(
         self, client: httpx.AsyncClient, connector: KVConnector, settings: RouterSettings

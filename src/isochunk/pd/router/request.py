@@ -29,11 +29,6 @@ class GenerateRequest:
     prompt: PromptSize
 
     @property
-    def stream(self) -> bool:
-        """Whether the client wants server-sent events."""
-        return bool(self.body.get("stream"))
-
-    @property
     def max_output_tokens(self) -> int:
         """As stated, else a guess; only for balancing."""
         for name in ("max_completion_tokens", "max_tokens"):
