@@ -101,7 +101,7 @@ def test_abort_in_flight_frees_everything(engine: Engine) -> None:
         llm_engine.step()
         if engine.core.batch_queue:
             engine.core.step_fn()
-    assert engine.scheduler._adapter._num_in_flight == 0
+    assert engine.scheduler._adapter.controller.num_in_flight == 0
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free_before
     assert sum(new for _, new, _ in chunks_of_one(engine, 4096, seed=30)) == 4096
 
@@ -140,4 +140,4 @@ def test_auto_packs_overlapping_prompts_and_completes_them(caching_engine: Engin
         for full, found in zip(sorted(lengths), sorted(scheduled.values()), strict=True)
     )
     assert ChunkReason.MODEL in {reason for *_, reason in log.chunks}
-    assert caching_engine.scheduler._adapter._num_in_flight == 0
+    assert caching_engine.scheduler._adapter.controller.num_in_flight == 0
