@@ -73,7 +73,8 @@ def test_prefix_cache_hit_is_sized_at_the_true_prefix(
     assert cached == num_shared // block * block
     controller = caching_engine.controller
     remaining = num_shared + 4096 - cached
-    plan = plan_chunks(controller.pipeline, cached, remaining, 1024, controller.alignment)
+    pipeline = controller.policy.pipeline  # as corrected by what earlier prompts have shown
+    plan = plan_chunks(pipeline, cached, remaining, 1024, controller.alignment)
     assert [chunk[1] + chunk[2] for chunk in log.chunks] == list(plan.ends)
     assert sum(new for _, _, new, _ in log.chunks) == num_shared + 4096 - cached
 
