@@ -13,8 +13,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-dep
 demo: $(READY)
 	$(BIN)/isochunk demo
 
+# The engine in a process of its own: it leaves signal handlers and settings behind.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit tests/property
+	$(BIN)/python -m pytest tests/engine
 
 lint: $(READY)
 	$(BIN)/ruff check .
