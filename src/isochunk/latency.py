@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+
+LETTERS = {"fixed_ms": "c", "prefix_ms": "gamma", "token_ms": "b", "attention_ms": "a"}
+"""The coefficients' letters in ``t(L, x) = c + γL + bx + a(2Lx + x²)``, as metrics label them."""
 
 
 class InvalidLatencyModelError(ValueError):
@@ -40,6 +44,18 @@ class LatencyModel:
                 )
         if self.fixed_ms + self.prefix_ms + self.token_ms + self.attention_ms == 0:
             raise InvalidLatencyModelError("all coefficients are 0")
+
+    @classmethod
+    def from_letters(cls, values: Mapping[str, float]) -> LatencyModel:
+        """From values by letter (c, gamma, b, a).
+
+        Raises:
+            KeyError: a letter is unknown.
+            TypeError: one is missing.
+            InvalidLatencyModelError: a coefficient is not valid.
+        """
+        names = {letter: name for name, letter in LETTERS.items()}
+        return cls(**{names[letter]: value for letter, value in values.items()})
 
     def predict_ms(self, num_cached: float, num_new: float) -> float:
         """Latency [ms] of ``num_new`` tokens after ``num_cached`` cached ones."""

@@ -17,10 +17,9 @@ from isochunk import __version__
 from isochunk.calibration import CalibrationPhase
 from isochunk.controller import ChunkController
 from isochunk.fitting import FitReport
+from isochunk.latency import LETTERS
 from isochunk.policies import ChunkReason
 
-# Label values: the letters of the formula t(L, x) = c + γL + bx + a(2Lx + x²).
-LETTERS = {"fixed_ms": "c", "prefix_ms": "gamma", "token_ms": "b", "attention_ms": "a"}
 OFF = "off"
 """The phase of an engine whose chunks stay fixed without a calibration."""
 

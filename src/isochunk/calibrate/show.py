@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from isochunk.calibrate.run import CalibrateError, Outcome, Result, calibrate_server
 from isochunk.calibrate.state import ServerState
 from isochunk.client import Answer, ApiError, Client
-from isochunk.metrics import LETTERS
+from isochunk.latency import LETTERS
 from isochunk.profile import ProfileError, save_profile
 
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from isochunk.latency import LatencyModel
-from isochunk.metrics import LETTERS, OFF
+from isochunk.metrics import OFF
 from isochunk.overhead import StepOverhead
 
-# Label value -> name in the code.
-NAMES = {letter: name for name, letter in LETTERS.items()}
 CALIBRATING = ("sweeping", "probing", "confirming")
 INSTALLED, GIVEN_UP = "installed", "given_up"
 
@@ -116,9 +114,7 @@ def read_state(metrics: str) -> ServerState:
             StageFit(
                 checks[stage],
                 # Left-overs of a server before this one don't count.
-                LatencyModel(**{NAMES[k]: v for k, v in models[stage].items()})
-                if phase == INSTALLED
-                else None,
+                LatencyModel.from_letters(models[stage]) if phase == INSTALLED else None,
                 errors[stage],
             )
             for stage in sorted(checks)

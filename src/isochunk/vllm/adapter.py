@@ -14,6 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from isochunk import metrics
 from isochunk.config import OVERRIDE_ARG, DynamicChunkingConfig, resolve_config
 from isochunk.controller import ChunkController
+from isochunk.log_output import log_like
 from isochunk.policies import FixedChunk, Prefill, Step, chunk_alignment
 from isochunk.probes import plan_sweep
 from isochunk.reporting import ChunkReporter
@@ -33,10 +34,7 @@ def attach(scheduler: Any) -> Adapter | None:
     ConfigError for an invalid setting, RuntimeError if a sweep forward raised on a worker.
     """
     settings = resolve_config(scheduler.vllm_config.additional_config, os.environ)
-    # We log through the standard library; show it where and how vLLM's lines appear.
-    package_logger, vllm_logger = logging.getLogger("isochunk"), logging.getLogger("vllm")
-    package_logger.handlers, package_logger.propagate = vllm_logger.handlers, False
-    package_logger.setLevel(vllm_logger.getEffectiveLevel())
+    log_like("vllm")
     if settings.enabled:
         executor = find_executor()
         reason = why_unsupported(scheduler, settings, executor)

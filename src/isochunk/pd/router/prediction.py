@@ -13,7 +13,6 @@ from isochunk.latency import InvalidLatencyModelError, LatencyModel
 from isochunk.pd.router.request import PromptSize
 
 MODEL_METRIC = "isochunk_latency_model"
-COEFFICIENTS = {"c": "fixed_ms", "gamma": "prefix_ms", "b": "token_ms", "a": "attention_ms"}
 
 
 def read_models(metrics: Iterable[str]) -> tuple[LatencyModel, ...]:
@@ -26,9 +25,8 @@ def read_models(metrics: Iterable[str]) -> tuple[LatencyModel, ...]:
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
-                name = COEFFICIENTS[sample.labels["coefficient"]]
-                stages[sample.labels["stage"]][name] = sample.value
-        return tuple(LatencyModel(**stages[stage]) for stage in sorted(stages))
+                stages[sample.labels["stage"]][sample.labels["coefficient"]] = sample.value
+        return tuple(LatencyModel.from_letters(stages[stage]) for stage in sorted(stages))
     except (KeyError, TypeError, ValueError, InvalidLatencyModelError):
         return ()
 

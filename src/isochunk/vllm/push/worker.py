@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from isochunk.log_output import log_like
 from isochunk.pd.transfer.receiver import Receiver
 from isochunk.pd.transfer.sender import Sender
 from isochunk.pd.transfer.shard import LayoutError, Rank, Shard, heads_of_rank
@@ -73,7 +73,7 @@ class PushWorker:
         self._changed = threading.Event()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        _show_our_log()
+        log_like("vllm")  # for the transfer threads
 
     @property
     def handshake(self) -> PushHandshake | None:
@@ -163,10 +163,3 @@ class PushWorker:
         for thread in (self._sender, self._receiver):
             if thread is not None:
                 thread.close()
-
-
-def _show_our_log() -> None:
-    """The transfer threads log through the standard library; show it like vLLM's lines."""
-    ours, vllm = logging.getLogger("isochunk"), logging.getLogger("vllm")
-    ours.handlers, ours.propagate = vllm.handlers, False
-    ours.setLevel(vllm.getEffectiveLevel())
