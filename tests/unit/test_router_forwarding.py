@@ -240,15 +240,23 @@ async def test_a_silent_decoder(stream: bool, failure: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_socket_that_nobody_accepts_from(role: str) -> None:
-    """A dead server's child may keep its listening socket: connections go nowhere."""
+@pytest.mark.parametrize("stall_s", [0, 0.5])
+async def test_a_socket_that_nobody_accepts_from(role: str, stall_s: float) -> None:
+    """A dead server's child may keep its listening socket: connections go nowhere.
+
+    However late the next probe is sent: the router may not have had the CPU for a while.
+    """
     async with deployment(health_interval_s=0.1, health_timeout_s=0.3) as setup:
         upstream = setup.prefillers[0] if role == "prefill" else setup.decoders[0]
         await upstream.stop()
         with socket.create_server(("127.0.0.1", upstream.port)):
             started_s = time.monotonic()
-            answer = await setup.client.post(PATHS[0], json=request_body(PATHS[0], True))
-            assert time.monotonic() - started_s < 2
+            body = request_body(PATHS[0], True)
+            flight = asyncio.create_task(setup.client.post(PATHS[0], json=body))
+            await asyncio.sleep(0.05)
+            time.sleep(stall_s)
+            answer = await flight
+            assert time.monotonic() - started_s < 2 + stall_s
         assert answer.status_code in (502, 503)
         await setup.assert_quiet()
 

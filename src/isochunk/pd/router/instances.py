@@ -72,6 +72,8 @@ class Instance:
     legs: list[Leg] = field(default_factory=list)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have the server probed at once."""
+    alive_s: float = 0.0
+    """When the last probe that it answered was sent, on ``time.monotonic``."""
     last_picked: int = 0
     clock: Callable[[], float] = time.monotonic
     _worked_until_s: float = 0.0
@@ -125,7 +127,7 @@ class Instance:
         self.up = False
         self.suspect.set()
 
-    def give_up_unanswered(self, since_s: float) -> None:
+    def give_up_unanswered(self) -> None:
         """Fail requests that were sent after the server's last sign of life.
 
         A process that died can leave its listening socket with a child of it: such a
@@ -133,7 +135,7 @@ class Instance:
         have a connection that the kernel resets.
         """
         for leg in self.legs:
-            leg.give_up(since_s)
+            leg.give_up(self.alive_s)
 
     def _work(self) -> None:
         """Let the time that passed do predicted work, first come, first served."""

@@ -43,7 +43,9 @@ class Monitor:
             up = False
             reason = f"/health: {type(error).__name__}"
             if isinstance(error, httpx.TimeoutException):
-                instance.give_up_unanswered(since_s=asked_s - self._settings.health_interval_s)
+                instance.give_up_unanswered()
+        if up:
+            instance.alive_s = asked_s
         if up and not instance.up:
             logger.info("%s %s is up", instance.role, instance.name)
         elif instance.up and not up:
