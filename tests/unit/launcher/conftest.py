@@ -86,6 +86,12 @@ def is_running(pid: int) -> bool:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     found = Launcher(tmp_path)
+    # A test run in the background may have begun with ignored signals, which the launcher
+    # would leave ignored.
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(signum, signal.SIG_DFL) for signum in stops]
     yield found
+    for signum, handler in zip(stops, before, strict=True):
+        signal.signal(signum, handler)
     for pid in found.alive():
         os.kill(pid, signal.SIGKILL)

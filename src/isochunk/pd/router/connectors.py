@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import httpx
+import msgspec
 
+from isochunk.pd.router.request import RawBody
 from isochunk.pd.router.settings import Address, KVConnectorName
 
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
@@ -138,20 +140,20 @@ class _MooncakeTransfer:
         return self._decode_params
 
 
-def prefill_body(body: Mapping[str, Any], transfer: TransferStart) -> dict[str, Any]:
+def prefill_body(body: RawBody, transfer: TransferStart) -> bytes:
     """The client's request, cut down to its prefill.
 
     min_tokens = 1 keeps an end-of-sequence token or a stop token from being sampled: a
     prefill that ends that way instead of by its length releases its blocks in some
     connectors (Mooncake's) before they were sent.
     """
-    prefill = {name: value for name, value in body.items() if name != "stream_options"}
+    prefill: dict[str, Any] = {k: value for k, value in body.items() if k != "stream_options"}
     prefill |= {"max_tokens": 1, "min_tokens": 1, "stream": False}
-    if prefill.get("max_completion_tokens") is not None:
+    if bytes(body.get("max_completion_tokens", b"null")) != b"null":
         prefill["max_completion_tokens"] = 1
-    return prefill | {"kv_transfer_params": transfer.prefill_params}
+    return msgspec.json.encode(prefill | {"kv_transfer_params": transfer.prefill_params})
 
 
-def decode_body(body: Mapping[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
+def decode_body(body: RawBody, params: dict[str, Any] | None) -> bytes:
     """The client's request as it came, with where its KV blocks are."""
-    return dict(body) if params is None else {**body, "kv_transfer_params": params}
+    return msgspec.json.encode(body if params is None else {**body, "kv_transfer_params": params})

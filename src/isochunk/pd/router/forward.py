@@ -233,7 +233,7 @@ class Forwarding:
         )
 
     async def _send_upstream(
-        self, instance: Instance, body: dict[str, Any], request_id: str, more: dict[str, str]
+        self, instance: Instance, body: bytes, request_id: str, more: dict[str, str]
     ) -> httpx.Response:
         """The headers of the answer; its body is still to be read."""
         settings = self._shared.settings
@@ -243,7 +243,7 @@ class Forwarding:
         request = httpx.Request(
             "POST",
             instance.url(self._request.path),
-            content=json.dumps(body).encode(),
+            content=body,
             headers=[*self._headers, *((k.encode(), v.encode("latin-1")) for k, v in own.items())],
             extensions={"timeout": timeout.as_dict()},
         )
