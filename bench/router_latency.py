@@ -17,9 +17,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from starlette.applications import Starlette
@@ -96,21 +98,34 @@ def post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTT
     return connection.getresponse()
 
 
+@dataclass(frozen=True)
+class Bodies:
+    """Written beforehand: what counts is the router's time, not the client's."""
+
+    prefill: bytes
+    decode: bytes
+    whole: bytes
+
+    @classmethod
+    def of(cls, prompt: object) -> Self:
+        """Those of one request."""
+        whole = {"model": "m", "prompt": prompt, "max_tokens": 64, "stream": True}
+        cut = {"max_tokens": 1, "min_tokens": 1, "stream": False}
+        prefill = whole | cut | {"kv_transfer_params": {"do_remote_decode": True}}
+        decode = whole | {"kv_transfer_params": KV_PARAMS}
+        return cls(*(json.dumps(body).encode() for body in (prefill, decode, whole)))
+
+
 def first_event_ms(
-    prefill: http.client.HTTPConnection | None,
-    decode: http.client.HTTPConnection,
-    request: dict[str, Any],
+    server: http.client.HTTPConnection,
+    body: bytes,
+    prefill: tuple[http.client.HTTPConnection, bytes] | None = None,
 ) -> float:
     """Time [ms] until the first event; ``prefill`` is None where the router does it."""
     start = time.perf_counter()
-    body = request
     if prefill is not None:
-        cut = {"max_tokens": 1, "min_tokens": 1, "stream": False}
-        params = {"do_remote_decode": True}
-        content = json.dumps(request | cut | {"kv_transfer_params": params}).encode()
-        answer = json.loads(post(prefill, content).read())
-        body = request | {"kv_transfer_params": answer["kv_transfer_params"]}
-    response = post(decode, json.dumps(body).encode())
+        json.loads(post(*prefill).read())
+    response = post(server, body)
     assert response.readline() == EVENTS[0][:-1]
     elapsed_ms = (time.perf_counter() - start) * 1000
     response.read()
@@ -155,11 +170,11 @@ def main() -> None:
             " " * 30 + "by hand   routed    added  by hand   routed    added",
         ]
         for name, prompt in PROMPTS.items():
-            request = {"model": "m", "prompt": prompt, "max_tokens": 64, "stream": True}
+            bodies = Bodies.of(prompt)
             num_pairs = NUM_PAIRS if len(prompt) < 10_000 else NUM_PAIRS // 5
             cells = compare(
-                lambda r=request: first_event_ms(prefill, decode, r),  # type: ignore[misc]
-                lambda r=request: first_event_ms(None, router, r),  # type: ignore[misc]
+                partial(first_event_ms, decode, bodies.decode, (prefill, bodies.prefill)),
+                partial(first_event_ms, router, bodies.whole),
                 num_pairs,
             )
             lines.append(f"{name:28} {cells}")
