@@ -41,6 +41,9 @@ ENOUGH_SHAPES = 12
 # This part of the samples is kept for the prompt that confirms the fit.
 CONFIRMING_SHARE = 1 / 3
 MIN_PROBES = 7
+# How often a refused fit is tried again with newer samples in place of the older half: a bad
+# moment of the machine must not decide for good.
+MAX_RETRIES = 4
 # Other tokens (decodes) in a chunk's batch, as a part of the chunk, that don't spoil its time.
 OTHER_TOKENS_SHARE = 0.01
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
@@ -69,7 +72,7 @@ class Calibrator:
         alignment: of chunk ends [tokens].
         num_stages: pipeline stages that report timings.
         max_model_len: longest context [tokens]; where the useful shrink is judged.
-        max_samples: runtime samples per stage at most, then the calibration gives up.
+        max_samples: most runtime samples per stage that a fit uses.
         checks: what a fit must satisfy.
         probe_divisors: the probes besides the budget are the budget divided by these.
         needs_shrink: give up if equal-latency chunks would hardly shrink.
@@ -102,6 +105,7 @@ class Calibrator:
         self._pattern: tuple[int, ...] = ()
         self._next_probe = 0
         self._num_requests = 0
+        self._num_retries = 0
         self._num_probes = 0
         self._num_decode_tokens = 0
         self._num_confirmed = 0
@@ -235,7 +239,16 @@ class Calibrator:
             return
         self.phase, self._candidate, self._num_confirmed = CalibrationPhase.PROBING, None, 0
         if self._has_all_samples:
-            self.give_up(f"after {self._num_probes} probes: {'; '.join(refused)}")
+            self._retry(f"after {self._num_probes} probes: {'; '.join(refused)}")
+
+    def _retry(self, reason: str) -> None:
+        """Make room for new samples, or give up."""
+        if self._num_retries == MAX_RETRIES:
+            self.give_up(reason)
+            return
+        self._num_retries += 1
+        for samples in self.samples.values():
+            del samples[: -(self._sample_limit // 2)]
 
     def _accept(self, models: list[LatencyModel]) -> None:
         """The fit passed: have it size a prompt, or, if it has, install it."""

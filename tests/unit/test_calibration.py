@@ -132,6 +132,18 @@ def test_fit_that_its_own_prompt_contradicts_is_not_installed() -> None:
     assert len(chosen.samples[0]) <= chosen.max_samples
 
 
+@pytest.mark.parametrize("num_bad", [1, 3, 6])
+def test_a_bad_moment_does_not_decide_for_good(num_bad: int) -> None:
+    chosen = swept()
+    for i in range(num_bad):
+        prefill_prompt(chosen, f"bad {i}", noise=0.6)
+    assert chosen.phase is CalibrationPhase.PROBING
+    for i in range(6):
+        prefill_prompt(chosen, f"good {i}")
+    assert chosen.phase is CalibrationPhase.INSTALLED
+    assert all(len(samples) <= chosen.max_samples for samples in chosen.samples.values())
+
+
 def test_installs_with_two_chunks_a_prompt() -> None:
     """Few shapes per prompt: the probe order changes from request to request."""
     chosen = swept(budget=8192, min_chunk=4096)
@@ -268,7 +280,7 @@ def test_a_noisy_machine_needs_a_larger_error_to_be_allowed(
     max_error: float, is_used: bool
 ) -> None:
     chosen = swept(max_samples=60, checks=FitChecks.with_error(max_error))
-    for number in range(12):
+    for number in range(60):
         if not chosen.is_final:
             prefill_prompt(chosen, f"request {number}", noise=0.18)
     assert chosen.is_final
