@@ -22,6 +22,7 @@ from enum import StrEnum
 
 from isochunk.fitting import ChunkSample, FitChecks, FitReport, Refusal, fit_latency_model
 from isochunk.latency import LatencyModel
+from isochunk.overhead import TimedRun
 from isochunk.policies import (
     ChunkDecision,
     ChunkPolicy,
@@ -44,6 +45,9 @@ MIN_PROBES = 7
 # How often a refused fit is tried again with newer samples in place of the older half: a bad
 # moment of the machine must not decide for good.
 MAX_RETRIES = 4
+# The first chunk after an idle time finds cold caches. That matters for one of less than this
+# part of the budget, whose time would be taken for a large fixed cost.
+COLD_SHARE = 4
 # Other tokens (decodes) in a chunk's batch, as a part of the chunk, that don't spoil its time.
 OTHER_TOKENS_SHARE = 0.01
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
@@ -94,8 +98,8 @@ class Calibrator:
     reports: list[FitReport] = field(default_factory=list)
     sweeps: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[int, list[ChunkSample]] = field(default_factory=dict)
-    gaps: list[tuple[int, float]] = field(default_factory=list)
-    """(new tokens, ms since the end of the forward before) of the samples, on any stage."""
+    runs: list[TimedRun] = field(default_factory=list)
+    """The samples with what lay between them, in the order in which they ran."""
 
     def __post_init__(self) -> None:
         self._probes = plan_probes(self.budget, self.min_chunk, self.alignment, self.probe_divisors)
@@ -109,6 +113,7 @@ class Calibrator:
         self._num_probes = 0
         self._num_decode_tokens = 0
         self._num_confirmed = 0
+        self._run: dict[int, list[tuple[ChunkSample, float]]] = {}
         if not self._probes:
             self.give_up(
                 f"no two probe sizes between the minimum chunk ({self.min_chunk} tokens) and "
@@ -196,12 +201,28 @@ class Calibrator:
 
         ``gap_ms`` is the time since the end of the forward before it on that stage.
         """
+        if not self.is_measuring:
+            return
+        self._run.setdefault(stage, []).append((sample, gap_ms))
+        is_cold = sample.num_cached == 0 and sample.num_new * COLD_SHARE < self.budget
         samples = self.samples.setdefault(stage, [])
-        if self.is_measuring and len(samples) < self._sample_limit:
+        if len(samples) < self._sample_limit and not is_cold:
             samples.append(sample)
             self._num_confirmed += self._candidate is not None
-            if math.isfinite(gap_ms) and gap_ms >= 0:
-                self.gaps.append((sample.num_new, gap_ms))
+
+    def _end_run(self) -> None:
+        """Keep what was timed since the last time, if it is the same chunks on all stages."""
+        stages = [self._run.pop(stage, []) for stage in range(self.num_stages)]
+        shapes = [[(sample.num_cached, sample.num_new) for sample, _ in timed] for timed in stages]
+        if shapes[0] and all(shape == shapes[0] for shape in shapes):
+            chunks = list(zip(*stages, strict=True))
+            self.runs.append(
+                TimedRun(
+                    new=tuple(num_new for _, num_new in shapes[0]),
+                    latencies_ms=tuple(tuple(s.latency_ms for s, _ in chunk) for chunk in chunks),
+                    gaps_ms=tuple(tuple(gap for _, gap in chunk) for chunk in chunks),
+                )
+            )
 
     @property
     def _has_all_samples(self) -> bool:
@@ -219,6 +240,7 @@ class Calibrator:
 
     def finish_prefill(self) -> None:
         """A calibrated prefill's timings are in: fit, then confirm, install, go on or give up."""
+        self._end_run()
         if not self.is_measuring or (self._candidate is not None and not self._num_confirmed):
             return
         self.reports = [

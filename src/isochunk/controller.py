@@ -49,6 +49,7 @@ class ChunkController:
         alignment: of chunk ends [tokens].
         num_stages: pipeline stages.
         max_model_len: longest context [tokens].
+        max_in_flight: batches that the engine keeps in flight; 0 means one per stage.
         clock: seconds; completions are observed with it.
     """
 
@@ -60,10 +61,12 @@ class ChunkController:
         alignment: int,
         num_stages: int,
         max_model_len: int,
+        max_in_flight: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.alignment = alignment
+        self.max_in_flight = max_in_flight or num_stages
         is_equal_latency = settings.policy == "equal-latency"
         self.calibrator = Calibrator(
             budget=max_num_batched_tokens,
@@ -249,7 +252,7 @@ class ChunkController:
     @cached_property
     def step_overhead(self) -> StepOverhead:
         """Fitted when the first policy is made, and again when the model is installed."""
-        return fit_step_overhead(self.calibrator.gaps)
+        return fit_step_overhead(self.calibrator.runs, self.max_in_flight)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -257,7 +260,8 @@ class ChunkController:
         return self._pipeline(self.models)
 
     def _pipeline(self, models: Sequence[LatencyModel]) -> Pipeline:
-        return Pipeline(tuple(self.step_overhead.add_to(model) for model in models))
+        stages = tuple(self.step_overhead.add_to(model) for model in models)
+        return Pipeline(stages, max_in_flight=self.max_in_flight)
 
     def _bottleneck(self, models: Sequence[LatencyModel]) -> int:
         """The slowest stage, for a full chunk half-way into the longest context."""

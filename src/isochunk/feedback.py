@@ -102,21 +102,27 @@ class CompletionFeedback:
             run.num_learnt = len(run.done_ms)
             tilt = predictor.tilt(self._used, self.factors)
             if tilt > max(self.belief.noise, MIN_TILT):
-                self._used, self.pipeline = self.factors, self._corrected()
+                self._used, self.pipeline = self.factors, self.believed
+                self._log_correction()
 
-    def _corrected(self) -> Pipeline:
+    @property
+    def believed(self) -> Pipeline:
+        """By all that was learnt, also what makes no difference to plans."""
         c, g, b, a = self.factors.tolist()
-        if np.abs(self.belief.log_factors - self._logged).max() > WORTH_A_LINE:
-            self._logged = self.belief.log_factors
-            logger.info(
-                "Dynamic chunking corrects the model by when batches complete: "
-                f"c × {c:.2f}, γ × {g:.2f}, b × {b:.2f}, a × {a:.2f}"
-            )
         stages = (
             LatencyModel(m.fixed_ms * c, m.prefix_ms * g, m.token_ms * b, m.attention_ms * a)
             for m in self.fitted.stages
         )
         return replace(self.fitted, stages=tuple(stages))
+
+    def _log_correction(self) -> None:
+        if np.abs(self.belief.log_factors - self._logged).max() > WORTH_A_LINE:
+            self._logged = self.belief.log_factors
+            c, g, b, a = self.factors.tolist()
+            logger.info(
+                "Dynamic chunking corrects the model by when batches complete: "
+                f"c × {c:.2f}, γ × {g:.2f}, b × {b:.2f}, a × {a:.2f}"
+            )
 
 
 def feedback_of(policy: object) -> CompletionFeedback | None:

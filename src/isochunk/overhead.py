@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import least_squares
 
 from isochunk.latency import LatencyModel
+from isochunk.makespan import FloatArray
 
 MIN_GAPS = 8
-QUANTILE = 0.25
+LOW_QUANTILE = 0.2
+ROUGHLY = 0.25
+"""Gaps that miss the prediction by more than this part of a typical overhead count ever less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +33,70 @@ class StepOverhead:
         )
 
 
-def fit_step_overhead(gaps: Sequence[tuple[int, float]]) -> StepOverhead:
-    """Overhead from ``(num_new, gap_ms)``: time between a forward's end and the next's start.
+@dataclass(frozen=True, slots=True)
+class TimedRun:
+    """Successive chunks of a sole prefill, timed on every stage.
 
-    A gap is overhead plus idle time, so the overhead is a low quantile of the gaps: linear
-    quantile regression (Koenker and Bassett, 1978) with non-negative coefficients, as a linear
-    programme. Zero for fewer than 8 gaps.
+    Args:
+        new: tokens, by chunk.
+        latencies_ms: of the forwards, by (chunk, stage).
+        gaps_ms: between the end of a stage's forward and the start of its next, by (chunk,
+            stage); those of the first chunk are not used.
     """
-    if len(gaps) < MIN_GAPS:
+
+    new: tuple[int, ...]
+    latencies_ms: tuple[tuple[float, ...], ...]
+    gaps_ms: tuple[tuple[float, ...], ...]
+
+    def idle_and_overhead_ms(self, overhead: FloatArray, depth: int) -> FloatArray:
+        """The gaps that an overhead (fixed, per token) explains, by (chunk but the first, stage).
+
+        By the recurrence of :mod:`isochunk.makespan` with the timed forwards: a stage waits for
+        the chunk, the first one also for the chunk ``depth`` before it to leave the pipeline.
+        """
+        ends = np.zeros(len(self.latencies_ms[0]))
+        left: list[float] = []
+        gaps = np.zeros((len(self.new), len(ends)))
+        for k, (new, latencies) in enumerate(zip(self.new, self.latencies_ms, strict=True)):
+            ready = left[k - depth] if k >= depth else 0.0
+            for p, latency in enumerate(latencies):
+                start = max(ready, ends[p]) + overhead[0] + overhead[1] * new
+                gaps[k, p] = start - ends[p]
+                ready = ends[p] = start + latency
+            left.append(ready)
+        return gaps[1:]
+
+
+def fit_step_overhead(runs: Sequence[TimedRun], depth: int) -> StepOverhead:
+    """The overhead that, with the idle time it implies, explains the gaps of ``runs``.
+
+    Robust (Cauchy) least squares from a low quantile of the gaps: a message that was late says
+    nothing. Zero for fewer than 8 gaps.
+
+    Args:
+        runs: timed chunks.
+        depth: batches in flight at most.
+    """
+    gaps = [np.array(run.gaps_ms[1:]).ravel() for run in runs]
+    observed = np.concatenate([*gaps, np.zeros(0)])
+    usable = np.isfinite(observed)
+    if usable.sum() < MIN_GAPS:
         return StepOverhead()
-    tokens = np.array([float(x) for x, _ in gaps])
-    times = np.array([ms for _, ms in gaps])
-    n, scale = len(gaps), float(tokens.max())
-    # gap = fixed + slope·x/scale + over − under; cost q·over + (1 − q)·under
-    costs = np.concatenate([[0.0, 0.0], np.full(n, QUANTILE), np.full(n, 1 - QUANTILE)])
-    equations = np.hstack([np.ones((n, 1)), (tokens / scale)[:, None], np.eye(n), -np.eye(n)])
-    solved = linprog(costs, A_eq=equations, b_eq=times, bounds=(0, None), method="highs")
-    if not solved.success:
-        return StepOverhead()
-    return StepOverhead(float(solved.x[0]), float(solved.x[1]) / scale)
+    typical = max(float(np.quantile(observed[usable], LOW_QUANTILE)), 1e-6)
+    scale = np.array([1.0, 1.0 / max(max(run.new) for run in runs)])
+
+    def errors(values: FloatArray) -> FloatArray:
+        explained = [run.idle_and_overhead_ms(values * scale, depth).ravel() for run in runs]
+        missed: FloatArray = (np.concatenate(explained) - observed)[usable]
+        return missed
+
+    solved = least_squares(
+        errors,
+        [typical, 0.1 * typical],
+        bounds=(0, np.inf),
+        loss="cauchy",
+        f_scale=ROUGHLY * typical,
+        diff_step=1e-3,
+    )
+    fixed_ms, token_ms = (solved.x * scale).tolist()
+    return StepOverhead(fixed_ms, token_ms)

@@ -15,7 +15,7 @@ PROBE_DIVISORS = (4,)
 # sizes meet different prefixes in each, so that requests of one length give many shapes.
 PROBE_PATTERNS = {
     2: ((0, 1), (1, 0), (0, 0, 1, 1), (1, 1, 0, 0)),
-    3: ((0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)),
+    3: ((0, 1, 2), (1, 2, 0), (2, 1, 0), (2, 0, 1)),
 }
 
 

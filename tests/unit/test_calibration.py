@@ -132,6 +132,18 @@ def test_fit_that_its_own_prompt_contradicts_is_not_installed() -> None:
     assert len(chosen.samples[0]) <= chosen.max_samples
 
 
+def test_a_small_first_chunk_finds_cold_caches_and_does_not_count() -> None:
+    """Its time would be taken for a fixed cost of every chunk."""
+    chosen = swept(probe_divisors=(8, 32), min_chunk=64)
+    first_chunks = [prefill_prompt(chosen, "r" * i)[0] for i in range(1, 4)]
+    assert chosen.phase is CalibrationPhase.INSTALLED
+    assert first_chunks[1] == 512
+    for samples in chosen.samples.values():
+        starts = {sample.num_new for sample in samples if sample.num_cached == 0}
+        assert starts == {4096}
+        assert {128, 512} <= {sample.num_new for sample in samples}
+
+
 @pytest.mark.parametrize("num_bad", [1, 3, 6])
 def test_a_bad_moment_does_not_decide_for_good(num_bad: int) -> None:
     chosen = swept()

@@ -17,10 +17,11 @@ from typing import Any
 from isochunk.controller import ChunkController
 from isochunk.demo.prompts import random_prompt
 from isochunk.demo.server import cpu_env
-from isochunk.policies import FixedChunk
+from isochunk.feedback import feedback_of
+from isochunk.makespan import Pipeline
+from isochunk.policies import ChunkPolicy, FixedChunk
 
 MAX_CALIBRATION_PROMPTS = 12
-POLLING_NICENESS = 10
 
 
 class BenchError(RuntimeError):
@@ -61,13 +62,10 @@ class BenchEngine:
             additional_config={"isochunk": own},
             **options,
         )
-        if len(os.sched_getaffinity(0)) <= num_stages:
-            # With a core per stage at most, this process, which polls for results, takes its
-            # time from a stage. On machines with spare cores it wouldn't; let the stages go first.
-            os.setpriority(os.PRIO_PROCESS, 0, POLLING_NICENESS)
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._next_id = 0
+        self._policies: dict[str, ChunkPolicy] = {}
         if self._scheduler._adapter is None:
             raise BenchError("dynamic chunking is off on this engine; the log says why")
         self.budget: int = self._scheduler.max_num_scheduled_tokens
@@ -88,10 +86,25 @@ class BenchEngine:
         raise BenchError(f"no model after {MAX_CALIBRATION_PROMPTS} prompts of {num_tokens} tokens")
 
     def use(self, policy: str) -> None:
-        """Switch to "fixed:N", "equal-latency" or "auto"; only while idle."""
+        """Switch to "fixed:N", "equal-latency" or "auto"; only while idle.
+
+        Each keeps what it has learnt from its own prompts, as on a server of its own.
+        """
         name, _, size = policy.partition(":")
         self._scheduler.max_num_scheduled_tokens = int(size) if size else self.budget
-        self.controller.policy = FixedChunk() if size else self.controller.make_policy(name)
+        if policy not in self._policies:
+            chosen = FixedChunk() if size else self.controller.make_policy(name)
+            self._policies[policy] = chosen
+        self.controller.policy = self._policies[policy]
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The models, as corrected by what "auto" has learnt."""
+        feedback = feedback_of(self._policies.get("auto"))
+        if feedback is None:
+            return self.controller.pipeline
+        feedback.learn()
+        return feedback.believed
 
     def run(
         self, prompts: Sequence[list[int]], concurrency: int, max_tokens: int = 1

@@ -15,10 +15,10 @@ from typing import Any
 
 from isochunk.benchmark.engine import BenchEngine, LoopResult
 from isochunk.demo.prompts import random_prompt
-from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
-from isochunk.policies import ChunkPolicy, FixedChunk
+from isochunk.policies import ChunkPolicy
 from isochunk.profile import Profile, stages_of
+from isochunk.shortest_ttft import ShortestTTFT
 from isochunk.workload import ClosedLoop, Request
 
 
@@ -105,11 +105,11 @@ def compare(
             prompts = _prompts(cell, seed=number)
             order = [*policies[number % len(policies) :], *policies[: number % len(policies)]]
             for policy in order:
+                predicted = predict_ttft_s(engine, policy, lengths, cell.concurrency)
+                measured[policy].predicted_ttfts_s.append(predicted)
                 engine.use(policy)
                 result = engine.run(prompts, cell.concurrency)
                 _add(measured[policy], result, sum(lengths))
-                predicted = predict_ttft_s(engine, policy, lengths, cell.concurrency)
-                measured[policy].predicted_ttfts_s.append(predicted)
                 tick(f"{cell}: round {number + 1}, {policy}")
         comparisons.append(Comparison(cell, list(measured.values())))
     return comparisons
@@ -129,11 +129,15 @@ def _add(measurement: Measurement, result: LoopResult, num_tokens: int) -> None:
 def predict_ttft_s(
     engine: BenchEngine, policy: str, lengths: Sequence[int], concurrency: int
 ) -> float:
-    """Mean TTFT [s] of the same load in simulation, on the installed models."""
+    """Mean TTFT [s] of the same load in simulation, on the models as believed now."""
     name, _, size = policy.partition(":")
     budget = int(size) if size else engine.budget
-    chosen: ChunkPolicy = FixedChunk() if size else engine.controller.make_policy(name)
-    pipeline: Pipeline = engine.controller.pipeline
+    pipeline = engine.pipeline
+    chosen: ChunkPolicy = (
+        ShortestTTFT(pipeline, budget, engine.controller.alignment)
+        if name == "auto"
+        else engine.controller.make_policy(name)
+    )
     requests = [Request(num_prompt=length) for length in lengths]
     timeline = simulate(pipeline, chosen, ClosedLoop(requests, concurrency), budget)
     return timeline.mean_ttft_ms / 1e3

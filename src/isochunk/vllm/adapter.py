@@ -66,6 +66,7 @@ class Adapter:
             alignment=alignment,
             num_stages=config.parallel_config.pipeline_parallel_size,
             max_model_len=scheduler.max_model_len,
+            max_in_flight=getattr(config, "max_concurrent_batches", 0),
         )
         self._metrics = metrics.CalibrationExporter(
             self.controller, config.device_config.device_type, tp
