@@ -79,7 +79,8 @@ class Calibrator:
         max_samples: most runtime samples per stage that a fit uses.
         checks: what a fit must satisfy.
         probe_divisors: the probes besides the budget are the budget divided by these.
-        needs_shrink: give up if equal-latency chunks would hardly shrink.
+        needs_shrink: chunks start at the budget: give up if they would hardly shrink, and learn
+            nothing from prompts that fit into one.
         make_policy: makes the policy that a fitted model would get, to confirm it.
     """
 
@@ -106,6 +107,7 @@ class Calibrator:
         self._window = SolePrefillWindow()
         self._candidate: ChunkPolicy | None = None
         self._request_id = ""
+        self._largest = self.budget
         self._pattern: tuple[int, ...] = ()
         self._next_probe = 0
         self._num_requests = 0
@@ -171,9 +173,11 @@ class Calibrator:
         if self._has_all_samples or self._num_decode_tokens > max_other_tokens(self._probes[-1]):
             return ChunkDecision(num_allowed, ChunkReason.FIXED)  # nothing to learn now
         if prefill.request_id != self._request_id:
-            if prefill.num_remaining <= self.budget:  # one chunk: nothing to learn about a
+            # One chunk, nothing to learn about a; unless its plan may have several.
+            if prefill.num_remaining <= (self.budget if self.needs_shrink else self.budget // 2):
                 return ChunkDecision(num_allowed, ChunkReason.FIXED)
             self._request_id = prefill.request_id
+            self._largest = self.budget if self.needs_shrink else -(-prefill.num_remaining // 2)
             patterns = PROBE_PATTERNS[len(self._probes)]
             self._pattern = patterns[self._num_requests % len(patterns)]
             self._next_probe = 0
@@ -182,6 +186,7 @@ class Calibrator:
             chunk = self._candidate.size(prefill, num_allowed).num_tokens
             return ChunkDecision(chunk, ChunkReason.CALIBRATION)
         wanted = self._probes[self._pattern[self._next_probe % len(self._pattern)]]
+        wanted = min(wanted, self._largest)
         chunk = fit_chunk(
             prefill, wanted, num_allowed, min_chunk=self.min_chunk, alignment=self.alignment
         )

@@ -228,6 +228,24 @@ def test_probes_only_a_sole_prefill() -> None:
     assert chosen.size(one, 4096) == (4096, ChunkReason.OTHER_PREFILLS)
 
 
+def test_prompts_below_the_budget_calibrate_a_policy_that_may_split_them() -> None:
+    """Case: max_num_batched_tokens is above all prompts that the server gets."""
+    chosen = swept(budget=8192, probe_divisors=(8, 32), min_chunk=64, needs_shrink=False)
+    assert prefill_prompt(chosen, "short", 4096) == [4096]
+    assert prefill_prompt(swept(budget=8192), "equal-latency", 8000) == [8000]
+    assert prefill_prompt(swept(budget=8192), "equal-latency", 10000)[0] == 8192
+    for i in range(6):
+        chunks = prefill_prompt(chosen, "r" * (i + 1), 8000)
+        if chosen.is_final:
+            break
+        assert len(chunks) > 2
+        assert max(chunks) <= 4032
+    assert chosen.phase is CalibrationPhase.INSTALLED
+    for model, truth in zip(chosen.models, (STAGE_0, STAGE_1), strict=True):
+        whole = (0, 8000)
+        assert model.predict_ms(*whole) == pytest.approx(truth.predict_ms(*whole), rel=0.05)
+
+
 def test_dropped_probe_is_repeated() -> None:
     """The engine may not schedule a sized chunk (no KV blocks): the order doesn't advance."""
     chosen = swept()
