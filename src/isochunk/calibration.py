@@ -99,8 +99,6 @@ class Calibrator:
     reports: list[FitReport] = field(default_factory=list)
     sweeps: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[int, list[ChunkSample]] = field(default_factory=dict)
-    runs: list[TimedRun] = field(default_factory=list)
-    """The samples with what lay between them, in the order in which they ran."""
 
     def __post_init__(self) -> None:
         self._probes = plan_probes(self.budget, self.min_chunk, self.alignment, self.probe_divisors)
@@ -115,7 +113,7 @@ class Calibrator:
         self._num_probes = 0
         self._num_decode_tokens = 0
         self._num_confirmed = 0
-        self._run: dict[int, list[tuple[ChunkSample, float]]] = {}
+        self._timed: dict[int, list[tuple[ChunkSample, float]]] = {}
         if not self._probes:
             self.give_up(
                 f"no two probe sizes between the minimum chunk ({self.min_chunk} tokens) and "
@@ -208,26 +206,36 @@ class Calibrator:
         """
         if not self.is_measuring:
             return
-        self._run.setdefault(stage, []).append((sample, gap_ms))
+        self._timed.setdefault(stage, []).append((sample, gap_ms))
         is_cold = sample.num_cached == 0 and sample.num_new * COLD_SHARE < self.budget
         samples = self.samples.setdefault(stage, [])
         if len(samples) < self._sample_limit and not is_cold:
             samples.append(sample)
             self._num_confirmed += self._candidate is not None
 
-    def _end_run(self) -> None:
-        """Keep what was timed since the last time, if it is the same chunks on all stages."""
-        stages = [self._run.pop(stage, []) for stage in range(self.num_stages)]
-        shapes = [[(sample.num_cached, sample.num_new) for sample, _ in timed] for timed in stages]
-        if shapes[0] and all(shape == shapes[0] for shape in shapes):
-            chunks = list(zip(*stages, strict=True))
-            self.runs.append(
-                TimedRun(
-                    new=tuple(num_new for _, num_new in shapes[0]),
-                    latencies_ms=tuple(tuple(s.latency_ms for s, _ in chunk) for chunk in chunks),
-                    gaps_ms=tuple(tuple(gap for _, gap in chunk) for chunk in chunks),
-                )
+    @property
+    def runs(self) -> list[TimedRun]:
+        """All samples with the gaps between them, prompt by prompt."""
+        runs: list[list[tuple[tuple[ChunkSample, float], ...]]] = []
+        end = -1
+        stages = [self._timed.get(stage, []) for stage in range(self.num_stages)]
+        for chunk in zip(*stages, strict=False):
+            shapes = {(sample.num_cached, sample.num_new) for sample, _ in chunk}
+            if len(shapes) > 1:  # a timing was lost
+                break
+            ((num_cached, num_new),) = shapes
+            if num_cached != end:
+                runs.append([])
+            runs[-1].append(chunk)
+            end = num_cached + num_new
+        return [
+            TimedRun(
+                new=tuple(chunk[0][0].num_new for chunk in run),
+                latencies_ms=tuple(tuple(s.latency_ms for s, _ in chunk) for chunk in run),
+                gaps_ms=tuple(tuple(gap for _, gap in chunk) for chunk in run),
             )
+            for run in runs
+        ]
 
     @property
     def _has_all_samples(self) -> bool:
@@ -245,7 +253,6 @@ class Calibrator:
 
     def finish_prefill(self) -> None:
         """A calibrated prefill's timings are in: fit, then confirm, install, go on or give up."""
-        self._end_run()
         if not self.is_measuring or (self._candidate is not None and not self._num_confirmed):
             return
         self.reports = [

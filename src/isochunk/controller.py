@@ -66,7 +66,7 @@ class ChunkController:
     ) -> None:
         self.settings = settings
         self.alignment = alignment
-        self.max_in_flight = max_in_flight or num_stages
+        self._max_in_flight = 0 if max_in_flight == num_stages else max_in_flight
         is_equal_latency = settings.policy == "equal-latency"
         self.calibrator = Calibrator(
             budget=max_num_batched_tokens,
@@ -252,7 +252,9 @@ class ChunkController:
     @cached_property
     def step_overhead(self) -> StepOverhead:
         """Fitted when the first policy is made, and again when the model is installed."""
-        return fit_step_overhead(self.calibrator.runs, self.max_in_flight)
+        return fit_step_overhead(
+            self.calibrator.runs, self._max_in_flight or self.calibrator.num_stages
+        )
 
     @property
     def pipeline(self) -> Pipeline:
@@ -261,7 +263,7 @@ class ChunkController:
 
     def _pipeline(self, models: Sequence[LatencyModel]) -> Pipeline:
         stages = tuple(self.step_overhead.add_to(model) for model in models)
-        return Pipeline(stages, max_in_flight=self.max_in_flight)
+        return Pipeline(stages, max_in_flight=self._max_in_flight)
 
     def _bottleneck(self, models: Sequence[LatencyModel]) -> int:
         """The slowest stage, for a full chunk half-way into the longest context."""

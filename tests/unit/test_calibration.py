@@ -246,6 +246,20 @@ def test_prompts_below_the_budget_calibrate_a_policy_that_may_split_them() -> No
         assert model.predict_ms(*whole) == pytest.approx(truth.predict_ms(*whole), rel=0.05)
 
 
+def test_runs_are_the_chunks_that_were_timed_on_all_stages_prompt_by_prompt() -> None:
+    chosen = swept()
+    for num_cached, num_new, stages in ((0, 64, 2), (64, 32, 2), (0, 128, 2), (128, 8, 1)):
+        for stage in range(stages):
+            sample = ChunkSample(num_cached, num_new, 10.0 + stage)
+            chosen.add_sample(stage, sample, gap_ms=float(num_new))
+    first, second = chosen.runs
+    assert (first.new, second.new) == ((64, 32), (128,))
+    assert first.latencies_ms == ((10.0, 11.0), (10.0, 11.0))
+    assert first.gaps_ms == ((64.0, 64.0), (32.0, 32.0))
+    chosen.add_sample(1, ChunkSample(136, 8, 10.0))  # that of stage 0 was lost
+    assert chosen.runs == [first, second]
+
+
 def test_dropped_probe_is_repeated() -> None:
     """The engine may not schedule a sized chunk (no KV blocks): the order doesn't advance."""
     chosen = swept()
