@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 from bench.models import by_attention_share
 from bench.peers import (
@@ -25,7 +24,6 @@ from bench.peers import (
     quadratic,
 )
 from isochunk.chunk_plan import FIXED_SIZES
-from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
 from isochunk.policies import ChunkPolicy, FixedChunk
@@ -48,19 +46,11 @@ def ttft_ms(pipeline: Pipeline, policy: ChunkPolicy, num_tokens: int, budget: in
     return simulate(pipeline, policy, loop, budget).requests[0].ttft_ms
 
 
-def wrong(pipeline: Pipeline, factors: tuple[float, ...]) -> Pipeline:
-    """The pipeline as a bad fit sees it: coefficients times ``factors``."""
-    m = pipeline.stages[0]
-    c, g, b, a = factors
-    model = LatencyModel(m.fixed_ms * c, m.prefix_ms * g, m.token_ms * b, m.attention_ms * a)
-    return replace(pipeline, stages=(model,) * pipeline.num_stages)
-
-
 def learning_ms(
     pipeline: Pipeline, factors: tuple[float, ...], lengths: Sequence[int]
 ) -> list[float]:
     """TTFTs of prompts one after the other, for a policy that starts from a wrong fit."""
-    policy = ShortestTTFT(wrong(pipeline, factors), BUDGET, ALIGNMENT)
+    policy = ShortestTTFT(pipeline.scaled(*factors), BUDGET, ALIGNMENT)
     loop = ClosedLoop([Request(length) for length in lengths], 1)
     return [result.ttft_ms for result in simulate(pipeline, policy, loop, BUDGET).requests]
 

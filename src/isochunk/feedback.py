@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 
 from isochunk.completions import Predictor, Run
 from isochunk.factors import FactorBelief
-from isochunk.latency import LatencyModel
 from isochunk.makespan import FloatArray, Pipeline
 
 logger = logging.getLogger(__name__)
@@ -108,12 +106,7 @@ class CompletionFeedback:
     @property
     def believed(self) -> Pipeline:
         """By all that was learnt, also what makes no difference to plans."""
-        c, g, b, a = self.factors.tolist()
-        stages = (
-            LatencyModel(m.fixed_ms * c, m.prefix_ms * g, m.token_ms * b, m.attention_ms * a)
-            for m in self.fitted.stages
-        )
-        return replace(self.fitted, stages=tuple(stages))
+        return self.fitted.scaled(*self.factors.tolist())
 
     def _log_correction(self) -> None:
         if np.abs(self.belief.log_factors - self._logged).max() > WORTH_A_LINE:

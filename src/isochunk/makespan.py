@@ -16,7 +16,7 @@ Chunks 10, 1, 10 on two stages show that it may fail otherwise: 40 instead of 31
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,14 @@ class Pipeline:
     def transfer_ms(self, num_tokens: float) -> float:
         """Time [ms] from a stage's end to the next stage's earliest start."""
         return self.transfer_fixed_ms + self.transfer_token_ms * num_tokens
+
+    def scaled(self, c: float, gamma: float, b: float, a: float) -> Pipeline:
+        """With all stages' coefficients times these factors."""
+        stages = (
+            LatencyModel(m.fixed_ms * c, m.prefix_ms * gamma, m.token_ms * b, m.attention_ms * a)
+            for m in self.stages
+        )
+        return replace(self, stages=tuple(stages))
 
     def coefficients(self) -> FloatArray:
         """Rows c, γ, b, a; one column a stage."""

@@ -19,7 +19,7 @@ from isochunk.demo.prompts import random_prompt
 from isochunk.demo.server import cpu_env
 from isochunk.feedback import feedback_of
 from isochunk.makespan import Pipeline
-from isochunk.policies import ChunkPolicy, FixedChunk
+from isochunk.policies import ChunkPolicy
 
 MAX_CALIBRATION_PROMPTS = 12
 
@@ -93,8 +93,7 @@ class BenchEngine:
         name, _, size = policy.partition(":")
         self._scheduler.max_num_scheduled_tokens = int(size) if size else self.budget
         if policy not in self._policies:
-            chosen = FixedChunk() if size else self.controller.make_policy(name)
-            self._policies[policy] = chosen
+            self._policies[policy] = self.controller.make_policy(name)
         self.controller.policy = self._policies[policy]
 
     @property

@@ -63,6 +63,7 @@ def make_plan(deployment: Deployment, nodes: Sequence[str]) -> Plan:
     topology = deployment.topology
     *servers, router = make_parts(deployment)
     here = [part for part in servers if part.node in nodes]
+    envs = {part.name: part.env for part in servers}  # a server's first part has its name
     num_nodes = {server.name: len(server.nodes) for server in deployment.servers}
     jobs = tuple(_make_job(part, can_restart=num_nodes.get(part.name, 2) == 1) for part in here)
     if router.node not in nodes:
@@ -75,9 +76,7 @@ def make_plan(deployment: Deployment, nodes: Sequence[str]) -> Plan:
         router=_make_job(router) if is_here else None,
         elsewhere={p.name: p.health_url for p in servers if is_here and p.node not in nodes},
         calibrations={
-            name: Job(
-                name, "calibrate", _command(argv), _environment(_api_key(deployment, name)), ""
-            )
+            name: Job(name, "calibrate", _command(argv), _environment(_api_key(envs[name])), "")
             for name, argv in (calibrations(deployment) if is_here else {}).items()
         },
         ready=ready,
@@ -87,12 +86,8 @@ def make_plan(deployment: Deployment, nodes: Sequence[str]) -> Plan:
     )
 
 
-def _api_key(deployment: Deployment, name: str) -> dict[str, str | None]:
+def _api_key(env: Mapping[str, str | None]) -> dict[str, str | None]:
     """The key that a server asks for, as a variable."""
-    env = dict(deployment.topology.env)
-    for server in deployment.servers:
-        if server.name == name:
-            env |= server.instance.env
     return {name: value for name, value in env.items() if name == "VLLM_API_KEY"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ RawBody = dict[str, msgspec.Raw]
 parse and write than all else the router does."""
 
 _READ_BODY = msgspec.json.Decoder(RawBody)
+_FIRST_ITEM = re.compile(rb"\[\s*(.)")
 _READ_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _LARGE = ("prompt", "messages", "tools")
 
@@ -100,7 +102,8 @@ def _prompt_size(body: RawBody) -> PromptSize:
     prompt = bytes(body.get("prompt", b"null"))
     if prompt == b"null":
         return PromptSize(0, _num_text(body, "messages") + _num_text(body, "tools"))
-    if prompt.startswith(b"[") and prompt[1:].lstrip()[:1] in (b"[", b'"'):
+    first = _FIRST_ITEM.match(prompt)
+    if first and first[1] in (b"[", b'"'):
         prompts = _READ_ITEMS.decode(prompt)
         if len(prompts) > 1:
             raise bad_request(
@@ -109,9 +112,9 @@ def _prompt_size(body: RawBody) -> PromptSize:
                 "prompt",
             )
         prompt = bytes(prompts[0])
-    if prompt.startswith(b"["):
-        is_empty = not prompt[1:-1].strip()
-        return PromptSize(0 if is_empty else prompt.count(b",") + 1, 0)
+        first = _FIRST_ITEM.match(prompt)
+    if first:
+        return PromptSize(0 if first[1] == b"]" else prompt.count(b",") + 1, 0)
     return PromptSize(0, _num_characters(msgspec.json.decode(prompt)))
 
 
