@@ -81,6 +81,7 @@ class Calibrator:
         probe_divisors: the probes besides the budget are the budget divided by these.
         needs_shrink: chunks start at the budget: give up if they would hardly shrink, and learn
             nothing from prompts that fit into one.
+        may_spare: keep one batch more in flight (see ``policies.wants_spare_batch``).
         make_policy: makes the policy that a fitted model would get, to confirm it.
     """
 
@@ -94,6 +95,7 @@ class Calibrator:
     checks: FitChecks = field(default_factory=FitChecks)
     probe_divisors: tuple[int, ...] = PROBE_DIVISORS
     needs_shrink: bool = True
+    may_spare: bool = False
     phase: CalibrationPhase = CalibrationPhase.SWEEPING
     reason: str = ""
     reports: list[FitReport] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Calibrator:
         self._num_retries = 0
         self._num_probes = 0
         self._num_decode_tokens = 0
+        self.wants_spare_batch = False
         self._num_confirmed = 0
         self._timed: dict[int, list[tuple[ChunkSample, float]]] = {}
         if not self._probes:
@@ -159,6 +162,7 @@ class Calibrator:
         """Update the window of the last steps' prefill sources."""
         self._window.add_step(step.num_sources)
         self._num_decode_tokens = step.num_decode_tokens
+        self.wants_spare_batch = self.may_spare and step.is_alone
         if self._candidate is not None:
             self._candidate.begin_step(step)
 

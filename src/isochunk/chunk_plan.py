@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,11 @@ class ChunkPlan:
     """Time of the longest chunk on its slowest stage."""
 
 
+@lru_cache(maxsize=64)
 def plan_chunks(
     pipeline: Pipeline, num_cached: int, num_remaining: int, budget: int, alignment: int
 ) -> ChunkPlan:
-    """Chunk ends that minimise the predicted makespan of a sole prefill.
+    """Chunk ends that minimise the predicted makespan of a sole prefill; remembered.
 
     Args:
         pipeline: stages, transfers, batches in flight.

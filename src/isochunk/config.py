@@ -70,6 +70,7 @@ class DynamicChunkingConfig(BaseModel):
         allow_inf_nan=False,
         description="a number in (0, 0.5]: median relative error up to which a fit is used",
     )
+    spare_batch: bool = Field(True, description="true or false")
     allow_request_override: bool = Field(False, description="true or false")
     trace_file: str | None = Field(None, description="a path, or nothing")
 

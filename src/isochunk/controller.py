@@ -29,6 +29,7 @@ from isochunk.policies import (
     FixedChunk,
     Prefill,
     Step,
+    wants_spare_batch,
 )
 from isochunk.probes import PROBE_DIVISORS
 from isochunk.shortest_ttft import ShortestTTFT
@@ -50,6 +51,7 @@ class ChunkController:
         num_stages: pipeline stages.
         max_model_len: longest context [tokens].
         max_in_flight: batches that the engine keeps in flight; 0 means one per stage.
+        can_spare: whether it can keep one more while ``wants_spare_batch``.
         clock: seconds; completions are observed with it.
     """
 
@@ -62,11 +64,14 @@ class ChunkController:
         num_stages: int,
         max_model_len: int,
         max_in_flight: int = 0,
+        can_spare: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.alignment = alignment
         self._max_in_flight = 0 if max_in_flight == num_stages else max_in_flight
+        # Only auto: the other policies are as elsewhere, with what vLLM keeps in flight.
+        self.may_spare = can_spare and settings.policy == "auto"
         is_equal_latency = settings.policy == "equal-latency"
         self.calibrator = Calibrator(
             budget=max_num_batched_tokens,
@@ -80,6 +85,7 @@ class ChunkController:
             checks=FitChecks.with_error(settings.max_fit_error),
             probe_divisors=PROBE_DIVISORS if is_equal_latency else AUTO_PROBE_DIVISORS,
             needs_shrink=is_equal_latency,
+            may_spare=self.may_spare,
         )
         self.policy: ChunkPolicy = self.calibrator
         self.counts: Counter[ChunkReason] = Counter()
@@ -89,6 +95,7 @@ class ChunkController:
         self._clock = clock
         self._trace = TraceFile(settings.trace_file) if settings.trace_file else None
         self._decisions: dict[str, tuple[Prefill, ChunkDecision]] = {}
+        self._is_overridden = False
         self._switched = False
         if settings.policy == "fixed":
             self.calibrator.give_up("policy=fixed asks for them")
@@ -108,6 +115,11 @@ class ChunkController:
     def is_fixed_for_good(self) -> bool:
         """Whether the calibration was given up."""
         return self.calibrator.phase is CalibrationPhase.GIVEN_UP
+
+    @property
+    def wants_spare_batch(self) -> bool:
+        """Whether one batch more than usual is to be in flight after this step."""
+        return wants_spare_batch(self.policy) and not self._is_overridden
 
     @property
     def models(self) -> list[LatencyModel]:
@@ -133,6 +145,7 @@ class ChunkController:
     def begin_step(self, step: Step) -> None:
         """Once per scheduler step, before any ``size``."""
         self._decisions.clear()
+        self._is_overridden = False
         self.policy.begin_step(step)
 
     def size(self, prefill: Prefill, num_allowed: int, override: ChunkPolicy | None = None) -> int:
@@ -141,6 +154,7 @@ class ChunkController:
         ``override`` sizes it instead of the policy in force.
         """
         decision = (override or self.policy).size(prefill, num_allowed)
+        self._is_overridden |= override is not None
         self._decisions[prefill.request_id] = (prefill, decision)
         return decision.num_tokens
 
@@ -247,14 +261,15 @@ class ChunkController:
                 alignment=self.alignment,
             )
         pipeline = self._pipeline(models)
-        return ShortestTTFT(pipeline, budget, self.alignment, self.num_in_flight)
+        return ShortestTTFT(
+            pipeline, budget, self.alignment, self.num_in_flight, may_spare=self.may_spare
+        )
 
     @cached_property
     def step_overhead(self) -> StepOverhead:
         """Fitted when the first policy is made, and again when the model is installed."""
-        return fit_step_overhead(
-            self.calibrator.runs, self._max_in_flight or self.calibrator.num_stages
-        )
+        depth = self._max_in_flight or self.calibrator.num_stages
+        return fit_step_overhead(self.calibrator.runs, depth + self.may_spare)
 
     @property
     def pipeline(self) -> Pipeline:

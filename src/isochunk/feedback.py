@@ -84,9 +84,19 @@ class CompletionFeedback:
         if run is not None:
             run.complete(now_ms)
 
-    def learn(self) -> None:
-        """Update ``pipeline`` by all completions that came since."""
+    def learn(self, min_new: int = 1) -> None:
+        """Update ``pipeline`` by the completions that came since.
+
+        Args:
+            min_new: wait for so many of a run, or for the end of one that is shorter. A few
+                intervals alone say little, not even how noisy they are.
+        """
         runs = [run for run in self._to_learn if len(run.done_ms) > run.num_learnt]
+        ended = [run for run in runs if run not in self._in_flight]
+        ready = [run for run in runs if len(run.done_ms) - run.num_learnt >= min_new]
+        if not ready and all(run.num_learnt for run in ended):
+            return
+        runs = [run for run in runs if run in ready or run in ended]
         under_way = (run for run in self._to_learn if run in self._in_flight)
         self._to_learn = deque(under_way, maxlen=MAX_RUNS)
         for run in runs:

@@ -2,7 +2,8 @@
 
 It runs the same :class:`~isochunk.policies.ChunkPolicy` objects as an engine and packs steps
 as vLLM does: running requests first, in order of admission, then waiting ones, each up to the
-token budget. A step is scheduled as soon as fewer than P batches are in flight;
+token budget. A step is scheduled as soon as fewer than P batches are in flight (P + 1 while the
+policy wants a spare one);
 ``num_computed_tokens`` advances when a chunk is scheduled, so chunks of one prompt overlap
 across stages. A request's next decode token waits for the one before.
 
@@ -29,7 +30,7 @@ from itertools import count
 
 from isochunk.feedback import feedback_of
 from isochunk.makespan import Pipeline
-from isochunk.policies import ChunkPolicy, ChunkReason, Prefill, Step
+from isochunk.policies import ChunkPolicy, ChunkReason, Prefill, Step, wants_spare_batch
 from isochunk.timeline import Batch, Piece, RequestResult, Span, Timeline
 from isochunk.workload import Request, Workload
 
@@ -180,7 +181,7 @@ class _Simulation:
             self._push(arrival.time_ms, EventKind.ARRIVAL, arrival.request)
 
     def _schedule_all(self, now_ms: float) -> None:
-        while self.num_in_flight < self.pipeline.depth:
+        while self.num_in_flight < self.pipeline.depth + wants_spare_batch(self.policy):
             pieces = self._pack()
             if not pieces:
                 break
@@ -191,8 +192,9 @@ class _Simulation:
         running = [s.as_prefill() for s in self.running if s.num_remaining > 0]
         waiting = [s.as_prefill() for s in self.waiting]
         decodes = sum(1 for s in self.running if s.num_remaining == 0 and not s.is_token_pending)
-        if running or waiting or decodes:
-            self.policy.begin_step(Step(running + waiting, decodes, len(running)))
+        if self.running or waiting:
+            others = len(self.running) - len(running)
+            self.policy.begin_step(Step(running + waiting, decodes, len(running), 0, others))
         left = self.budget
         pieces: list[Piece] = []
         for state in self.running:

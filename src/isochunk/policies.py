@@ -58,11 +58,18 @@ class Step(NamedTuple):
     None: not known."""
     num_unlisted: int = 0
     """Further waiting prefill sources behind ``prefills``."""
+    num_others: int = 0
+    """Running requests besides ``prefills``: they decode, or their last chunk is in flight."""
 
     @property
     def num_sources(self) -> int:
         """All prefill sources."""
         return len(self.prefills) + self.num_unlisted
+
+    @property
+    def is_alone(self) -> bool:
+        """One prefill, and nothing else is running or waiting."""
+        return self.num_sources == 1 and self.num_others == 0
 
 
 class ChunkDecision(NamedTuple):
@@ -76,7 +83,7 @@ class ChunkPolicy(Protocol):
     """Asked by the scheduler: first the step, then each of its prefills."""
 
     def begin_step(self, step: Step) -> None:
-        """Take note of the step's prefills before any is sized."""
+        """Take note of the step's prefills before any is sized; there may be none."""
 
     def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
         """Tokens for ``prefill``, in ``1..num_allowed``; ``num_allowed`` ≤ remaining.
@@ -84,6 +91,16 @@ class ChunkPolicy(Protocol):
         0 means "not in this step", which vLLM understands: it goes on to the next running
         request, and admits no further waiting ones. Never 0 for a step's first prefill.
         """
+
+
+def wants_spare_batch(policy: object) -> bool:
+    """Whether one batch more than usual is to be in flight after the step that began last.
+
+    With P batches in flight, chunks of equal time make the first stage wait at every step: its
+    next chunk is scheduled when the one P before leaves the last stage, just when it becomes
+    idle, and the way there and back is lost. A policy asks with an attribute of this name.
+    """
+    return bool(getattr(policy, "wants_spare_batch", False))
 
 
 def chunk_alignment(block_size: int) -> int:

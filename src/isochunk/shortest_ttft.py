@@ -4,7 +4,9 @@
 made once per prompt: re-planning at every chunk would see ever less work left and shrink the
 chunks as the prompt drains.
 
-What earlier prompts have shown about the models (:mod:`isochunk.feedback`) goes into the next plan.
+What earlier prompts have shown about the models (:mod:`isochunk.feedback`) goes into the next
+plan. Most of it is digested in steps that have nothing to size, while the last chunks run: at the
+start of a prompt it delays the first chunk.
 
 *Several prefills* fill each other's bubbles, so only the step time matters: the steps are packed
 to a target time (:mod:`isochunk.step_packing`, which also states the starvation bound).
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 from isochunk.chunk_plan import ChunkPlan, plan_chunks
 from isochunk.feedback import CompletionFeedback
@@ -28,6 +31,10 @@ from isochunk.step_packing import StepPacker
 OFF_PLAN_TOLERANCE = 1.05
 
 
+MIN_NEW = 4
+"""Completions of a prompt that are worth learning from before its end."""
+
+
 class ShortestTTFT:
     """Plans a sole prefill, packs several by time.
 
@@ -36,6 +43,7 @@ class ShortestTTFT:
         max_num_batched_tokens: the engine's token budget of a step.
         alignment: chunk ends are multiples of this [tokens], a prompt's last one aside.
         num_in_flight: batches under way when the policy is installed.
+        may_spare: the engine can keep one batch more in flight (see ``wants_spare_batch``).
     """
 
     def __init__(
@@ -44,12 +52,16 @@ class ShortestTTFT:
         max_num_batched_tokens: int,
         alignment: int,
         num_in_flight: int = 0,
+        *,
+        may_spare: bool = False,
     ) -> None:
         if max_num_batched_tokens < 1 or alignment < 1:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} and "
                 f"alignment={alignment} must be >= 1"
             )
+        if may_spare:
+            pipeline = replace(pipeline, max_in_flight=pipeline.depth + 1)
         self.feedback = CompletionFeedback(pipeline, num_in_flight)
         """Told of batches by the engine; corrects the models for later prompts."""
         self.pipeline = pipeline
@@ -57,6 +69,8 @@ class ShortestTTFT:
         self.alignment = alignment
         self.plan: ChunkPlan | None = None
         """The sole prefill's plan; None while there are several."""
+        self.wants_spare_batch = False
+        self._may_spare = may_spare
         self._plan_key: tuple[str, int, int] = ("", 0, 0)
         self._packer = StepPacker(pipeline, max_num_batched_tokens, alignment)
         self._last_cached = 0
@@ -68,11 +82,14 @@ class ShortestTTFT:
         return self.plan.target_ms if self.plan is not None else self._packer.target_ms
 
     def begin_step(self, step: Step) -> None:
-        """Plan the step if it has several prefills."""
+        """Plan the step if it has several prefills; learn while there is nothing to size."""
         self._is_sole = len(step.prefills) < 2
+        self.wants_spare_batch = self._may_spare and step.is_alone
         if not self._is_sole:
             self.plan = None
             self._packer.begin_step(step)
+        elif not step.num_sources:
+            self.feedback.learn(MIN_NEW)
 
     def size(self, prefill: Prefill, num_allowed: int) -> ChunkDecision:
         """The plan's next chunk, or this prefill's share of the step."""
@@ -124,7 +141,7 @@ class ShortestTTFT:
 
     def _learn(self) -> None:
         """Take what earlier prompts have shown; the plan of a prompt under way stays."""
-        self.feedback.learn()
+        self.feedback.learn(MIN_NEW)
         if self.feedback.pipeline is not self.pipeline:
             self.pipeline = self.feedback.pipeline
             self._packer = StepPacker(self.pipeline, self.budget, self.alignment)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from isochunk.timings import Timing
@@ -50,6 +51,37 @@ class HostClock:
 
     def wait(self) -> None:
         """Nothing to wait for."""
+
+
+class DeviceClock:
+    """Events on an accelerator's stream, read only once they have been passed.
+
+    Args:
+        make_event: an event with ``record``, ``query`` and ``elapsed_time`` (ms), as
+            ``torch.Event`` has them.
+        synchronize: waits until the device is idle.
+    """
+
+    def __init__(self, make_event: Callable[[], Any], synchronize: Callable[[], object]) -> None:
+        self._make_event, self._synchronize = make_event, synchronize
+
+    def mark(self) -> Any:
+        """Record an event on the current stream."""
+        event = self._make_event()
+        event.record()
+        return event
+
+    def is_done(self, mark: Any) -> bool:
+        """Whether the device has passed the event."""
+        return bool(mark.query())
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two passed events."""
+        return float(start.elapsed_time(end))
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        self._synchronize()
 
 
 class StageTimer:

@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.request import Request
@@ -86,4 +86,21 @@ def test_schedulers_override_nothing_else() -> None:
         "schedule",
         "update_from_output",
         "_reserve_prefill_lookahead",
+        "add_request",
+        "has_requests",
     }
+
+
+def test_the_batch_queue_is_as_the_patch_expects() -> None:
+    source = source_without_comments(EngineCore.__init__)
+    assert "self.batch_queue_size = vllm_config.max_concurrent_batches" in source
+    assert "self.batch_queue = deque(maxlen=self.batch_queue_size)" in source
+    step = source_without_comments(EngineCore.step_with_batch_queue)
+    # Without requests it schedules nothing and takes the oldest batch out.
+    assert step.index("if self.scheduler.has_requests():") < step.index("self.scheduler.schedule(")
+    assert step.index("self.scheduler.schedule(") < step.index("batch_queue.appendleft(")
+    assert step.index("batch_queue.appendleft(") < step.index("elif not batch_queue:")
+    assert step.index("elif not batch_queue:") < step.index("= batch_queue.pop()")
+    # Between two steps, new requests come in.
+    assert "self.scheduler.add_request(" in source_without_comments(EngineCore.add_request)
+    assert "bool(self.batch_queue)" in source_without_comments(EngineCoreProc.has_work)

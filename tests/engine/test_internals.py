@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from isochunk.config import DynamicChunkingConfig
-from isochunk.vllm.internals import find_executor, why_unsupported
+from isochunk.vllm.internals import find_engine_core, why_unsupported
 
 
 def scheduler(**changes: Any) -> SimpleNamespace:
@@ -66,12 +66,12 @@ def test_executors_that_cannot_be_used() -> None:
     assert "no executor" in str(why_unsupported(scheduler(), config, None))
 
 
-def test_executor_is_found_from_the_caller_that_holds_it() -> None:
+def test_engine_core_is_found_as_the_caller_that_holds_an_executor() -> None:
     class Core:
-        def __init__(self, executor: object) -> None:
-            self.model_executor = executor
-            self.found = find_executor()
+        def __init__(self) -> None:
+            self.model_executor = SimpleNamespace(collective_rpc=print)
+            self.found = find_engine_core()
 
-    executor = SimpleNamespace(collective_rpc=print)
-    assert Core(executor).found is executor
-    assert find_executor() is None
+    core = Core()
+    assert core.found is core
+    assert find_engine_core() is None

@@ -53,5 +53,6 @@ def test_the_command_line_leaves_prometheus_to_serve() -> None:
 
 
 def test_adapter_stays_thin() -> None:
-    lines = sum(len(path.read_text().splitlines()) for path in (PACKAGE / "vllm").glob("*.py"))
-    assert lines < 500
+    lines = {p.stem: len(p.read_text().splitlines()) for p in (PACKAGE / "vllm").glob("*.py")}
+    assert lines.pop("batch_queue") < 75  # the patch of the engine core
+    assert sum(lines.values()) < 500

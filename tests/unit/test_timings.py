@@ -1,5 +1,7 @@
+import math
+
 from isochunk.policies import ChunkReason, Prefill
-from isochunk.stage_timer import HostClock, StageTimer
+from isochunk.stage_timer import DeviceClock, HostClock, StageTimer
 from isochunk.timings import Piece, Timing, TimingLedger
 
 PIECES = (Piece(Prefill("r", 0, 100), 100, ChunkReason.CALIBRATION),)
@@ -106,3 +108,38 @@ def test_device_timings_come_only_when_the_device_has_passed_them() -> None:
     (second,) = timer.drain()
     assert second.tag == 2
     assert second.gap_ms == 1000  # marks 2 and 3 of a device that counts seconds
+
+
+class StreamEvent:
+    """An event of a stream that passes its marks one second after the other, when told."""
+
+    count = passed = 0
+
+    def record(self) -> None:
+        StreamEvent.count += 1
+        self.number = StreamEvent.count
+
+    def query(self) -> bool:
+        return self.number <= StreamEvent.passed
+
+    def elapsed_time(self, end: "StreamEvent") -> float:
+        assert self.query()
+        assert end.query()
+        return 1000.0 * (end.number - self.number)
+
+
+def test_a_devices_events_are_read_once_they_have_passed() -> None:
+    waited = []
+    clock = DeviceClock(StreamEvent, lambda: waited.append(True))
+    module = Module()
+    timer = StageTimer(module, clock)
+    for timer.tag in (1, 2):
+        module()
+    assert timer.drain() == []
+    StreamEvent.passed = 4
+    assert [(t.tag, t.latency_ms, t.gap_ms) for t in timer.drain()] == [
+        (1, 1000.0, math.inf),
+        (2, 1000.0, 1000.0),
+    ]
+    clock.wait()
+    assert waited == [True]

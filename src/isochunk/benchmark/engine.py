@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class BenchEngine:
         if feedback is None:
             return self.controller.pipeline
         feedback.learn()
-        return feedback.believed
+        return replace(feedback.believed, max_in_flight=self.controller.pipeline.max_in_flight)
 
     def run(
         self, prompts: Sequence[list[int]], concurrency: int, max_tokens: int = 1

@@ -134,7 +134,12 @@ def predict_ttft_s(
     budget = int(size) if size else engine.budget
     pipeline = engine.pipeline
     chosen: ChunkPolicy = (
-        ShortestTTFT(pipeline, budget, engine.controller.alignment)
+        ShortestTTFT(
+            pipeline,
+            budget,
+            engine.controller.alignment,
+            may_spare=engine.controller.may_spare,
+        )
         if name == "auto"
         else engine.controller.make_policy(name)
     )

@@ -20,14 +20,14 @@ from isochunk.probes import plan_sweep
 from isochunk.reporting import ChunkReporter
 from isochunk.timings import TimingFetcher
 from isochunk.vllm import worker
-from isochunk.vllm.internals import find_executor, warm_up_cpu_pipeline, why_unsupported
+from isochunk.vllm.internals import warm_up_cpu_pipeline, why_unsupported
 
 logger = logging.getLogger(__name__)
 
 MAX_LISTED_WAITING = 32
 
 
-def attach(scheduler: Any) -> Adapter | None:
+def attach(scheduler: Any, executor: Any, can_spare: bool) -> Adapter | None:
     """Set up dynamic chunking for a freshly built vLLM scheduler.
 
     Returns None, after one warning that says why, where fixed chunking has to stay. Raises
@@ -36,12 +36,11 @@ def attach(scheduler: Any) -> Adapter | None:
     settings = resolve_config(scheduler.vllm_config.additional_config, os.environ)
     log_like("vllm")
     if settings.enabled:
-        executor = find_executor()
         reason = why_unsupported(scheduler, settings, executor)
         if reason is None:
             reason = next(filter(None, executor.collective_rpc(worker.install)), None)
             if reason is None:
-                adapter = Adapter(scheduler, settings, executor)
+                adapter = Adapter(scheduler, settings, executor, can_spare)
                 return None if adapter.is_done else adapter
             executor.collective_rpc(worker.uninstall)
         logger.warning("Dynamic chunking is off, chunks stay fixed: %s", reason)
@@ -53,7 +52,9 @@ def attach(scheduler: Any) -> Adapter | None:
 class Adapter:
     """Translates steps, requests and timings; holds no chunking logic of its own."""
 
-    def __init__(self, scheduler: Any, settings: DynamicChunkingConfig, executor: Any) -> None:
+    def __init__(
+        self, scheduler: Any, settings: DynamicChunkingConfig, executor: Any, can_spare: bool
+    ) -> None:
         self._scheduler, self._executor = scheduler, executor
         self._overridable = settings.allow_request_override
         self._is_timing = True
@@ -67,6 +68,7 @@ class Adapter:
             num_stages=config.parallel_config.pipeline_parallel_size,
             max_model_len=scheduler.max_model_len,
             max_in_flight=getattr(config, "max_concurrent_batches", 0),
+            can_spare=can_spare and settings.spare_batch,
         )
         self._metrics = metrics.CalibrationExporter(
             self.controller, config.device_config.device_type, tp
@@ -116,7 +118,9 @@ class Adapter:
             for r in sources
         ]
         num_unlisted = max(num_waiting - (len(prefills) - num_running), 0)
-        self.controller.begin_step(Step(prefills, num_decode_tokens, num_running, num_unlisted))
+        others = len(s.running) - num_running
+        step = Step(prefills, num_decode_tokens, num_running, num_unlisted, others)
+        self.controller.begin_step(step)
 
     def size(self, request: Any, num_computed: int, num_allowed: int) -> int:
         """Tokens for this request in this step; decodes get what vLLM allows."""
@@ -133,12 +137,13 @@ class Adapter:
                 override = FixedChunk(asked or None)
         return self.controller.size(prefill, min(num_allowed, remaining), override)
 
-    def end_step(self, output: Any) -> None:
-        """After vLLM has scheduled: count what went out, tag what is to be timed."""
+    def end_step(self, output: Any) -> bool:
+        """Count what vLLM has scheduled, tag what is to be timed; returns ``wants_spare_batch``."""
         tag = self.controller.end_step(output.num_scheduled_tokens)
         if tag is not None:
             setattr(output, worker.TAG, tag)
         self._reporter.report()
+        return self.controller.wants_spare_batch
 
     def batch_done(self, output: Any) -> bool:
         """A batch's output is back from the last stage; returns ``is_done``."""

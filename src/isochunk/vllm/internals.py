@@ -44,8 +44,8 @@ def why_unsupported(scheduler: Any, settings: DynamicChunkingConfig, executor: A
     return next((why for failed, why in checks if failed), None)
 
 
-def find_executor() -> Any:
-    """The executor of the engine core that is constructing a scheduler right now.
+def find_engine_core() -> Any:
+    """The engine core that is constructing a scheduler right now.
 
     vLLM gives the scheduler no reference to it, but EngineCore sets ``self.model_executor``
     before it builds the scheduler: walk up the call stack to that ``self``. None if no caller
@@ -53,9 +53,9 @@ def find_executor() -> Any:
     """
     frame = sys._getframe(1)
     while frame is not None:
-        executor = getattr(frame.f_locals.get("self"), "model_executor", None)
-        if hasattr(executor, "collective_rpc"):
-            return executor
+        core = frame.f_locals.get("self")
+        if hasattr(getattr(core, "model_executor", None), "collective_rpc"):
+            return core
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -67,6 +67,6 @@ def warm_up_cpu_pipeline(scheduler: Any) -> None:
     die on ``assert self.intermediate_tensors is not None`` at the first request.
     """
     pp = scheduler.vllm_config.parallel_config.pipeline_parallel_size
-    executor = find_executor() if current_platform.is_cpu() and pp > 1 else None
-    if executor is not None:
-        executor.collective_rpc(worker.warm_up)
+    core = find_engine_core() if current_platform.is_cpu() and pp > 1 else None
+    if core is not None:
+        core.model_executor.collective_rpc(worker.warm_up)

@@ -10,6 +10,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from isochunk import metrics
 from isochunk.vllm.adapter import Adapter, attach
+from isochunk.vllm.batch_queue import BatchQueue
+from isochunk.vllm.internals import find_engine_core
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,10 @@ class DynamicChunkingMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._adapter = attach(self)
+        core = find_engine_core()
+        self._queue = BatchQueue(self, core)
+        executor = getattr(core, "model_executor", None)
+        self._adapter = attach(self, executor, self._queue.can_spare)
 
     def _tell(self, call: str, *args: Any, default: Any = None) -> Any:
         """Call the adapter; a fault of ours turns it off and leaves the engine running."""
@@ -39,8 +44,18 @@ class DynamicChunkingMixin:
         """See vLLM's Scheduler."""
         self._tell("begin_step")
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._tell("end_step", output)
+        self._queue.set_spare(self._tell("end_step", output, default=False))
         return output
+
+    def has_requests(self) -> bool:
+        """See vLLM's Scheduler."""
+        return super().has_requests() and not self._queue.must_shrink  # type: ignore[misc]
+
+    def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """See vLLM's Scheduler."""
+        if self._adapter is not None and self._adapter.controller.may_spare:
+            self._queue.make_room()
+        return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from isochunk.probes import SWEEP_REPEATS
-from isochunk.stage_timer import HostClock, StageTimer
+from isochunk.stage_timer import DeviceClock, HostClock, StageTimer
 from isochunk.timings import Timing
 
 logger = init_logger("vllm.isochunk.worker")
@@ -25,28 +26,6 @@ logger = init_logger("vllm.isochunk.worker")
 TAG = "isochunk_tag"
 """Attribute of a SchedulerOutput: the number of a batch to time. Absent: no timing."""
 _TIMER = "_isochunk_timer"
-
-
-class DeviceClock:
-    """Events on the accelerator's stream, read only once they have been passed."""
-
-    def mark(self) -> torch.Event:
-        """Record an event on the current stream."""
-        event = torch.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def is_done(self, mark: torch.Event) -> bool:
-        """Whether the device has passed the event."""
-        return mark.query()
-
-    def elapsed_ms(self, start: torch.Event, end: torch.Event) -> float:
-        """Milliseconds between two passed events."""
-        return start.elapsed_time(end)
-
-    def wait(self) -> None:
-        """Until the device is idle."""
-        torch.accelerator.synchronize()
 
 
 def install(worker: Any) -> str | None:
@@ -60,7 +39,8 @@ def install(worker: Any) -> str | None:
     if not hasattr(runner, "_dummy_run"):
         return f"the model runner {type(runner).__name__} has no _dummy_run for the startup sweep"
     on_cpu = torch.device(runner.device).type == "cpu"
-    timer = StageTimer(model, HostClock() if on_cpu else DeviceClock())
+    clock = DeviceClock(partial(torch.Event, enable_timing=True), torch.accelerator.synchronize)
+    timer = StageTimer(model, HostClock() if on_cpu else clock)
     execute_model = runner.execute_model
 
     def tagged_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,59 @@
+"""The one patch: a batch more in flight while a prefill is alone, see ``wants_spare_batch``.
+
+Two attributes of EngineCore change (``batch_queue``, ``batch_queue_size``), nothing is replaced
+or copied. Without them, or where another depth could matter, all stays as vLLM has it. With
+decodes around the usual depth holds: one more would split them into more groups.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+
+class BatchQueue:
+    """EngineCore's queue of batches in flight, with room for one more while that is wanted.
+
+    EngineCore schedules while its queue has room, for P batches, and asserts before each step
+    that it isn't full. So the room changes only while a step schedules; and before it shrinks,
+    vLLM has to take a batch out and put none in, as it does if the scheduler has no requests.
+    """
+
+    def __init__(self, scheduler: Any, core: Any) -> None:
+        config = scheduler.vllm_config
+        self._core, self._is_wide, self._wants_spare = core, False, False
+        self._num_usual = config.parallel_config.pipeline_parallel_size
+        specs = {type(group.kv_cache_spec) for group in scheduler.kv_cache_config.kv_cache_groups}
+        self.can_spare = (
+            core is not None
+            and getattr(config, "max_concurrent_batches", 0) == self._num_usual > 1
+            and config.parallel_config.data_parallel_size == 1  # its ranks step together
+            and config.speculative_config is None
+            # Others' memory is reserved for the usual number of batches in flight.
+            and specs <= {FullAttentionSpec, MLAAttentionSpec}
+            and not getattr(getattr(config, "aux_output_config", None), "enabled", False)
+        )
+
+    def make_room(self) -> None:
+        """Replace the queue by one for one more, once; not in a step, which holds on to it."""
+        queue = getattr(self._core, "batch_queue", None)
+        if not self._is_wide and queue is not None and queue.maxlen == self._num_usual:
+            self._core.batch_queue = deque(queue, maxlen=self._num_usual + 1)
+            self._is_wide = True
+
+    def set_spare(self, is_wanted: bool) -> None:
+        """While a step schedules: whether one batch more is to be in flight from now on."""
+        self._wants_spare = is_wanted
+        if self._is_wide and (is_wanted or len(self._core.batch_queue) < self._num_usual):
+            self._core.batch_queue_size = self._num_usual + is_wanted
+
+    @property
+    def must_shrink(self) -> bool:
+        """Whether the next step must not schedule."""
+        return (
+            self._is_wide
+            and not self._wants_spare
+            and self._core.batch_queue_size > self._num_usual <= len(self._core.batch_queue)
+        )

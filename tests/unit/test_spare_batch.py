@@ -1,0 +1,103 @@
+"""One batch more in flight: who asks for it, when, and what the simulator makes of it."""
+
+from itertools import pairwise
+
+import pytest
+
+from isochunk.config import DynamicChunkingConfig
+from isochunk.controller import ChunkController
+from isochunk.latency import LatencyModel
+from isochunk.makespan import Pipeline
+from isochunk.pipeline import simulate
+from isochunk.policies import FixedChunk, Prefill, Step
+from isochunk.shortest_ttft import ShortestTTFT
+from isochunk.timeline import Timeline
+from isochunk.workload import Arrival, OpenLoop, Request
+
+PIPELINE = Pipeline((LatencyModel(5.0, 0.0, 0.02, 5e-6),) * 2)
+PREFILL = Prefill("a", 0, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("step", "wanted"),
+    [
+        (Step([PREFILL]), True),
+        (Step([PREFILL], 0, 1), True),
+        (Step([PREFILL], 1, 1, 0, 1), False),  # a decode
+        (Step([PREFILL], 0, 1, 0, 1), False),  # a decode whose token is in flight
+        (Step([PREFILL], 0, 1, 1), False),  # another prompt waits
+        (Step([PREFILL, Prefill("b", 0, 10)]), False),
+        (Step([], 0, 0, 0, 1), False),
+    ],
+)
+def test_wanted_only_while_a_prefill_is_alone(step: Step, wanted: bool) -> None:
+    policy = ShortestTTFT(PIPELINE, 8192, 64, may_spare=True)
+    policy.begin_step(step)
+    assert policy.wants_spare_batch is wanted
+    usual = ShortestTTFT(PIPELINE, 8192, 64)
+    usual.begin_step(step)
+    assert not usual.wants_spare_batch
+
+
+def in_flight(timeline: Timeline) -> list[int]:
+    """When a batch was scheduled: how many were under way then, itself included."""
+    ends = [batch.spans[-1].end_ms for batch in timeline.batches]
+    return [
+        sum(end > batch.scheduled_ms for end in ends[: batch.index + 1])
+        for batch in timeline.batches
+    ]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_simulated_queue_holds_one_more_for_a_sole_prompt_only(num_stages: int) -> None:
+    pipe = Pipeline(PIPELINE.stages[:1] * num_stages)
+    policy = ShortestTTFT(pipe, 8192, 64, may_spare=True)
+    alone = simulate(pipe, policy, OpenLoop((Arrival(0, Request(60_000)),)), 8192)
+    assert max(in_flight(alone)) == num_stages + 1
+    # While a request decodes, the usual depth.
+    both = OpenLoop((Arrival(0, Request(100, num_output=10_000)), Arrival(500, Request(60_000))))
+    policy = ShortestTTFT(pipe, 8192, 64, may_spare=True)
+    assert max(in_flight(simulate(pipe, policy, both, 8192))) == num_stages
+    fixed = simulate(pipe, FixedChunk(), OpenLoop((Arrival(0, Request(60_000)),)), 2048)
+    assert max(in_flight(fixed)) == num_stages
+
+
+def test_a_spare_batch_costs_nothing_where_nothing_is_lost_between_steps() -> None:
+    loop = OpenLoop((Arrival(0, Request(60_000)),))
+    with_spare, without = (
+        simulate(PIPELINE, ShortestTTFT(PIPELINE, 8192, 64, may_spare=spare), loop, 8192)
+        for spare in (True, False)
+    )
+    assert with_spare.mean_ttft_ms <= 1.001 * without.mean_ttft_ms
+    starts = [batch.spans[0].start_ms for batch in with_spare.batches]
+    assert all(before < after for before, after in pairwise(starts))
+
+
+def controller(**settings: object) -> ChunkController:
+    made = ChunkController(
+        DynamicChunkingConfig(enabled=True, **settings),
+        max_num_batched_tokens=8192,
+        alignment=64,
+        num_stages=2,
+        max_model_len=100_000,
+        can_spare=True,
+    )
+    made.add_sweep([(stage, [(4096, 90.0), (8192, 180.0)]) for stage in (0, 1)])
+    return made
+
+
+@pytest.mark.parametrize("policy", ["auto", "equal-latency", "fixed"])
+def test_other_policies_keep_what_the_engine_does(policy: str) -> None:
+    made = controller(policy=policy)
+    made.begin_step(Step([PREFILL]))
+    made.size(PREFILL, 8192)
+    assert made.wants_spare_batch is (policy == "auto")
+
+
+def test_a_request_that_asks_for_fixed_chunks_gets_the_usual_depth() -> None:
+    made = controller()
+    made.begin_step(Step([PREFILL]))
+    made.size(PREFILL, 8192, FixedChunk())
+    assert not made.wants_spare_batch
+    made.begin_step(Step([PREFILL]))
+    assert made.wants_spare_batch
