@@ -96,9 +96,9 @@ class ShortestTTFT:
         if num_allowed < 1 or prefill.num_remaining < 1:
             return ChunkDecision(max(num_allowed, 0), ChunkReason.UNREACHABLE)
         if not self._is_sole:
-            if not math.isfinite(self._packer.target_ms):
-                return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
-            return ChunkDecision(self._packer.size(prefill, num_allowed), ChunkReason.MODEL)
+            if self._packer.target_ms < math.inf:  # not so if it isn't a number either
+                return ChunkDecision(self._packer.size(prefill, num_allowed), ChunkReason.MODEL)
+            return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
         if num_allowed < min(self.alignment, self.budget, prefill.num_remaining):
             return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
         plan = self._plan_for(prefill, num_allowed)

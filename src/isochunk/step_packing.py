@@ -74,10 +74,13 @@ class StepPacker:
         num_prefills = len(step.prefills) + step.num_unlisted
         num_running = num_prefills if step.num_running is None else step.num_running
         prefills = step.prefills[:WINDOW]
-        ids = [prefill.request_id for prefill in prefills]
+        ids = [prefill[0] for prefill in prefills]
         self._waiting = set(ids[num_running:])
-        if self._reserved_tokens and not any(
-            request_id in self._shorts or request_id in self._admit for request_id in self._packed
+        packed = self._packed.keys()
+        if (
+            self._reserved_tokens
+            and packed.isdisjoint(self._shorts)
+            and packed.isdisjoint(self._admit)
         ):
             # Nobody could take the reserve: the engine admits no one now (slots, KV blocks).
             self._steps_without_reserve = RESERVE_PAUSE
@@ -144,6 +147,7 @@ class StepPacker:
     def _reserve(self, prefills: Sequence[Prefill]) -> None:
         """Time and tokens of this step that are kept for short prompts."""
         model = self._slowest
+        prefix_ms, token_ms, attention_ms = model.prefix_ms, model.token_ms, model.attention_ms
         most_ms = SHORT_SHARE * max(self._limit_ms - model.fixed_ms, 0.0)
         most_tokens = int(SHORT_SHARE * self.budget)
         needed_ms, tokens = 0.0, 0
@@ -155,7 +159,7 @@ class StepPacker:
                 if request_id not in self._waiting:
                     continue  # admitted
                 new = min(new, self.alignment)
-            needed_ms += model.predict_ms(cached, new) - model.fixed_ms
+            needed_ms += prefix_ms * cached + new * (token_ms + attention_ms * (2 * cached + new))
             tokens += new
         self._reserved_ms = min(needed_ms, most_ms)
         self._reserved_tokens = min(tokens, most_tokens)
