@@ -32,7 +32,9 @@ than the intervals' noise. A common factor changes no plan."""
 MAX_CHUNKS = 512
 """A run ends after so many chunks; the next one starts on an empty pipeline."""
 MAX_RUNS = 8
-"""Of the runs that nobody asked to learn from, so many of the last are kept."""
+"""Of the runs that were not learnt from yet, so many of the last are kept."""
+NUM_QUIET = 4
+"""After so many runs without a correction, learning waits until there are as many again."""
 WORTH_A_LINE = 0.1
 """How far a log factor in use has moved since the last line in the log."""
 
@@ -58,6 +60,7 @@ class CompletionFeedback:
         self._run: Run | None = None
         self._to_learn: deque[Run] = deque(maxlen=MAX_RUNS)
         self._logged = self.belief.log_factors
+        self._num_quiet = 0
 
     @property
     def factors(self) -> FloatArray:
@@ -84,19 +87,24 @@ class CompletionFeedback:
         if run is not None:
             run.complete(now_ms)
 
-    def learn(self, min_new: int = 1) -> None:
+    def learn(self, min_new: int = 0) -> None:
         """Update ``pipeline`` by the completions that came since.
 
         Args:
-            min_new: wait for so many of a run, or for the end of one that is shorter. A few
-                intervals alone say little, not even how noisy they are.
+            min_new: wait for so many of a run, or for the end of one that is shorter: a few
+                intervals alone say little, not even how noisy they are. And for several
+                runs where the last ones brought no correction. 0: don't wait.
         """
-        runs = [run for run in self._to_learn if len(run.done_ms) > run.num_learnt]
-        ended = [run for run in runs if run not in self._in_flight]
-        ready = [run for run in runs if len(run.done_ms) - run.num_learnt >= min_new]
-        if not ready and all(run.num_learnt for run in ended):
+        runs = [
+            run
+            for run in self._to_learn
+            if len(run.done_ms) - run.num_learnt >= min_new or run not in self._in_flight
+        ]
+        runs = [run for run in runs if len(run.done_ms) > run.num_learnt]
+        num_fresh = sum(1 for run in runs if not run.num_learnt)
+        if min_new and num_fresh < (NUM_QUIET if self._num_quiet >= NUM_QUIET else 1):
             return
-        runs = [run for run in runs if run in ready or run in ended]
+        self._num_quiet += num_fresh
         under_way = (run for run in self._to_learn if run in self._in_flight)
         self._to_learn = deque(under_way, maxlen=MAX_RUNS)
         for run in runs:
@@ -111,6 +119,7 @@ class CompletionFeedback:
             tilt = predictor.tilt(self._used, self.factors)
             if tilt > max(self.belief.noise, MIN_TILT):
                 self._used, self.pipeline = self.factors, self.believed
+                self._num_quiet = 0
                 self._log_correction()
 
     @property

@@ -150,3 +150,32 @@ def test_uneven_stages_get_common_factors():
     run(pipeline, policy, [8192, 32768, 16384, 32768])
     policy.feedback.learn()
     assert np.allclose(policy.feedback.factors[2:], [1 / 1.3, 1 / 0.7], rtol=0.1)
+
+
+def test_a_settled_model_is_looked_at_now_and_then_and_an_unsettled_one_at_once():
+    pipeline = Pipeline((LatencyModel(30.0, 2e-3, 0.05, 1e-6),) * 2)
+    policy = ShortestTTFT(pipeline, BUDGET, 64)
+    updates = []
+    learn = policy.feedback.learn
+
+    def counting_learn(min_new=0):
+        before = policy.feedback.belief
+        learn(min_new)
+        updates.append(policy.feedback.belief is not before)
+
+    policy.feedback.learn = counting_learn
+    for _ in range(4):  # not settled yet: each prompt at once
+        updates.clear()
+        run(pipeline, policy, [50_000])
+        assert any(updates)
+    updates.clear()
+    run(pipeline, policy, [50_000] * 12)
+    assert 2 <= sum(updates) <= 4
+    assert policy.feedback.pipeline is pipeline
+    # The machine changes: found after a few prompts, and then followed at once.
+    slower = pipeline.scaled(1.0, 1.0, 1.0, 1.4)
+    run(slower, policy, [50_000] * 5)
+    assert policy.feedback.pipeline is not pipeline
+    updates.clear()
+    run(slower, policy, [50_000])
+    assert any(updates)
