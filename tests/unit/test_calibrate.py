@@ -211,14 +211,27 @@ def test_api_key(start: Start) -> None:
     assert {len(prompt) for prompt in fake.prompts} == {32768}  # by default what fits
 
 
-@pytest.mark.parametrize("num_tokens", ["32769", "4096"])
-def test_prompt_length_out_of_range(start: Start, num_tokens: str) -> None:
-    fake = start(controller=make_controller())
+@pytest.mark.parametrize(
+    ("policy", "num_tokens", "bound"),
+    [
+        ("auto", "32769", "half of max_num_batched_tokens (4096)"),
+        ("auto", "2048", "half of max_num_batched_tokens (4096)"),
+        ("equal-latency", "4096", "above max_num_batched_tokens (4096)"),
+    ],
+)
+def test_prompt_length_out_of_range(start: Start, policy: str, num_tokens: str, bound: str) -> None:
+    fake = start(controller=make_controller(policy=policy, min_chunk_size=512))
     message = error(calibrate(fake, "--prompt-tokens", num_tokens))
     assert f"--prompt-tokens={num_tokens}" in message
-    assert "max_num_batched_tokens (4096)" in message
+    assert bound in message
     assert "max_model_len - 1 (32768)" in message
     assert not fake.prompts
+
+
+def test_auto_is_calibrated_by_prompts_that_fit_into_one_chunk(start: Start) -> None:
+    fake = start(controller=make_controller())
+    calibrated(calibrate(fake, "--prompt-tokens", "4000", "--requests", "12"), 0)
+    assert {len(prompt) for prompt in fake.prompts} == {4000}
 
 
 def test_refused_prompt_shows_what_the_server_says(start: Start) -> None:
