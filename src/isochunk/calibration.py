@@ -48,6 +48,9 @@ MAX_RETRIES = 4
 # The first chunk after an idle time finds cold caches. That matters for one of less than this
 # part of the budget, whose time would be taken for a large fixed cost.
 COLD_SHARE = 4
+# Every so many chunks of the confirming prompt, one is cut in halves: what a chunk more costs
+# decides how many there should be, and is measured where they will be.
+HALVED_OF = 3
 # Other tokens (decodes) in a chunk's batch, as a part of the chunk, that don't spoil its time.
 OTHER_TOKENS_SHARE = 0.01
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
@@ -82,6 +85,7 @@ class Calibrator:
         needs_shrink: chunks start at the budget: give up if they would hardly shrink, and learn
             nothing from prompts that fit into one.
         may_spare: keep one batch more in flight (see ``policies.wants_spare_batch``).
+        may_halve: try halves of the policy's chunks, too, when a fit is confirmed.
         make_policy: makes the policy that a fitted model would get, to confirm it.
     """
 
@@ -96,6 +100,7 @@ class Calibrator:
     probe_divisors: tuple[int, ...] = PROBE_DIVISORS
     needs_shrink: bool = True
     may_spare: bool = False
+    may_halve: bool = False
     phase: CalibrationPhase = CalibrationPhase.SWEEPING
     reason: str = ""
     reports: list[FitReport] = field(default_factory=list)
@@ -186,6 +191,9 @@ class Calibrator:
             self._num_requests += 1
         if self._candidate is not None:
             chunk = self._candidate.size(prefill, num_allowed).num_tokens
+            if self.may_halve and self._next_probe % HALVED_OF == 1:
+                half = (prefill.num_cached + chunk // 2) // self.alignment * self.alignment
+                chunk = half - prefill.num_cached if half > prefill.num_cached else chunk
             return ChunkDecision(chunk, ChunkReason.CALIBRATION)
         wanted = self._probes[self._pattern[self._next_probe % len(self._pattern)]]
         wanted = min(wanted, self._largest)

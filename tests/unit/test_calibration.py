@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
+from isochunk.chunk_plan import plan_chunks
 from isochunk.fitting import ChunkSample, FitChecks
 from isochunk.latency import LatencyModel
+from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkReason, EqualLatency, Prefill, Step
 from isochunk.probes import MAX_SWEEP_SIZES, plan_probes, plan_sweep
+from isochunk.shortest_ttft import ShortestTTFT
 
 STAGE_0 = LatencyModel(10.0, 0.001, 0.06, 2e-5)
 STAGE_1 = LatencyModel(12.0, 0.001, 0.07, 2.4e-5)
@@ -24,12 +27,11 @@ def calibrator(**changes: Any) -> Calibrator:
         "max_model_len": 32768,
     } | changes
     chunks = {"min_chunk": settings["min_chunk"], "alignment": settings["alignment"]}
-    return Calibrator(
-        make_policy=lambda models: EqualLatency(
-            models[1], settings["budget"], smooth_factor=1.0, **chunks
-        ),
-        **settings,
+    settings.setdefault(
+        "make_policy",
+        lambda models: EqualLatency(models[1], settings["budget"], smooth_factor=1.0, **chunks),
     )
+    return Calibrator(**settings)
 
 
 def swept(**changes: Any) -> Calibrator:
@@ -93,6 +95,33 @@ def test_no_two_probe_sizes_gives_up_at_once_and_names_the_numbers() -> None:
     assert chosen.phase is CalibrationPhase.GIVEN_UP
     assert "4090" in chosen.reason
     assert "4096" in chosen.reason
+
+
+@pytest.mark.parametrize("num_tokens", [16384, 5000, 2100])
+def test_the_confirming_prompt_of_auto_has_halves_of_its_chunks_too(num_tokens: int) -> None:
+    chosen = swept(
+        make_policy=lambda models: ShortestTTFT(Pipeline(tuple(models)), 4096, 64),
+        needs_shrink=False,
+        may_halve=True,
+        min_chunk=64,
+        probe_divisors=(8, 32),
+    )
+    while chosen.phase is CalibrationPhase.PROBING:
+        prefill_prompt(chosen, f"r{chosen._num_requests}")
+    candidate = chosen._candidate
+    assert isinstance(candidate, ShortestTTFT)
+    plan = plan_chunks(candidate.pipeline, 0, num_tokens, 4096, 64).ends
+    chunks = prefill_prompt(chosen, "confirming", num_tokens)
+    ends = np.cumsum(chunks).tolist()
+    assert ends[-1] == num_tokens
+    assert all(end % 64 == 0 for end in ends[:-1])
+    starts = dict(zip([0, *plan], plan, strict=False))
+    halves = [end for end in ends if end not in plan]
+    # One chunk of three; what is left of it may go with the next one where that is quick.
+    assert (len(plan) - 1) // 3 <= len(halves) <= len(plan) // 2 + 1
+    assert len(set(plan) - set(ends)) <= len(halves)
+    for start, end in starts.items():
+        assert all(abs(half - (start + end) / 2) <= 64 for half in halves if start < half < end)
 
 
 def test_probes_two_prompts_confirms_on_a_third_and_installs_a_model_per_stage() -> None:
