@@ -48,9 +48,9 @@ MAX_RETRIES = 4
 # The first chunk after an idle time finds cold caches. That matters for one of less than this
 # part of the budget, whose time would be taken for a large fixed cost.
 COLD_SHARE = 4
-# Every so many chunks of the confirming prompt, one is cut in halves: what a chunk more costs
-# decides how many there should be, and is measured where they will be.
-HALVED_OF = 3
+# The confirming prompt's chunks go out whole, half, half, whole, …: what a chunk more costs
+# decides how many there should be, so it is measured at the sizes in question.
+HALVES_PERIOD = 3
 # Other tokens (decodes) in a chunk's batch, as a part of the chunk, that don't spoil its time.
 OTHER_TOKENS_SHARE = 0.01
 # Probes whose timings never arrive (aborts, an executor that loses them) must end too.
@@ -115,6 +115,7 @@ class Calibrator:
         self._largest = self.budget
         self._pattern: tuple[int, ...] = ()
         self._next_probe = 0
+        self._halved_until = 0
         self._num_requests = 0
         self._num_retries = 0
         self._num_probes = 0
@@ -187,20 +188,29 @@ class Calibrator:
             self._largest = self.budget if self.needs_shrink else -(-prefill.num_remaining // 2)
             patterns = PROBE_PATTERNS[len(self._probes)]
             self._pattern = patterns[self._num_requests % len(patterns)]
-            self._next_probe = 0
+            self._next_probe = self._halved_until = 0
             self._num_requests += 1
         if self._candidate is not None:
-            chunk = self._candidate.size(prefill, num_allowed).num_tokens
-            if self.may_halve and self._next_probe % HALVED_OF == 1:
-                half = (prefill.num_cached + chunk // 2) // self.alignment * self.alignment
-                chunk = half - prefill.num_cached if half > prefill.num_cached else chunk
-            return ChunkDecision(chunk, ChunkReason.CALIBRATION)
+            return ChunkDecision(self._confirm(prefill, num_allowed), ChunkReason.CALIBRATION)
         wanted = self._probes[self._pattern[self._next_probe % len(self._pattern)]]
         wanted = min(wanted, self._largest)
         chunk = fit_chunk(
             prefill, wanted, num_allowed, min_chunk=self.min_chunk, alignment=self.alignment
         )
         return ChunkDecision(chunk, ChunkReason.CALIBRATION)
+
+    def _confirm(self, prefill: Prefill, num_allowed: int) -> int:
+        """The candidate's next chunk, or a half of it."""
+        assert self._candidate is not None
+        cached = prefill.num_cached
+        if cached < self._halved_until <= cached + num_allowed:
+            return self._halved_until - cached
+        chunk = self._candidate.size(prefill, num_allowed).num_tokens
+        half = (cached + chunk // 2) // self.alignment * self.alignment - cached
+        if not self.may_halve or self._next_probe % HALVES_PERIOD != 1 or half <= 0:
+            return chunk
+        self._halved_until = cached + chunk
+        return half
 
     def probe_scheduled(self) -> None:
         """The chunk of the last CALIBRATION decision went out: the other size is next."""
