@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+# Caches whose memory isn't reserved by the usual number of batches in flight, as that of
+# sliding windows is.
+KV_CACHES = {"FullAttentionSpec", "MLAAttentionSpec"}
 
 
 class BatchQueue:
@@ -25,14 +27,15 @@ class BatchQueue:
         config = scheduler.vllm_config
         self._core, self._is_wide, self._wants_spare = core, False, False
         self._num_usual = config.parallel_config.pipeline_parallel_size
-        specs = {type(group.kv_cache_spec) for group in scheduler.kv_cache_config.kv_cache_groups}
+        groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
+        specs = {type(group.kv_cache_spec).__name__ for group in groups}
         self.can_spare = (
             core is not None
             and getattr(config, "max_concurrent_batches", 0) == self._num_usual > 1
             and config.parallel_config.data_parallel_size == 1  # its ranks step together
             and config.speculative_config is None
-            # Others' memory is reserved for the usual number of batches in flight.
-            and specs <= {FullAttentionSpec, MLAAttentionSpec}
+            and bool(specs)
+            and specs <= KV_CACHES
             and not getattr(getattr(config, "aux_output_config", None), "enabled", False)
         )
 
