@@ -115,12 +115,14 @@ class Calibrator:
         self._largest = self.budget
         self._pattern: tuple[int, ...] = ()
         self._next_probe = 0
-        self._halved_until = 0
+        self._rest = (0, 0)  # of a chunk whose first half went out: start, end
         self._num_requests = 0
         self._num_retries = 0
         self._num_probes = 0
         self._num_decode_tokens = 0
         self.wants_spare_batch = False
+        self.was_spared = self.may_spare
+        """Whether all probes had the spare batch."""
         self._num_confirmed = 0
         self._timed: dict[int, list[tuple[ChunkSample, float]]] = {}
         if not self._probes:
@@ -188,7 +190,7 @@ class Calibrator:
             self._largest = self.budget if self.needs_shrink else -(-prefill.num_remaining // 2)
             patterns = PROBE_PATTERNS[len(self._probes)]
             self._pattern = patterns[self._num_requests % len(patterns)]
-            self._next_probe = self._halved_until = 0
+            self._next_probe, self._rest = 0, (0, 0)
             self._num_requests += 1
         if self._candidate is not None:
             return ChunkDecision(self._confirm(prefill, num_allowed), ChunkReason.CALIBRATION)
@@ -203,19 +205,21 @@ class Calibrator:
         """The candidate's next chunk, or a half of it."""
         assert self._candidate is not None
         cached = prefill.num_cached
-        if cached < self._halved_until <= cached + num_allowed:
-            return self._halved_until - cached
+        start, end = self._rest
+        if start == cached and 0 < end - start <= num_allowed:
+            return end - start
         chunk = self._candidate.size(prefill, num_allowed).num_tokens
         half = (cached + chunk // 2) // self.alignment * self.alignment - cached
         if not self.may_halve or self._next_probe % HALVES_PERIOD != 1 or half <= 0:
             return chunk
-        self._halved_until = cached + chunk
+        self._rest = (cached + half, cached + chunk)
         return half
 
     def probe_scheduled(self) -> None:
         """The chunk of the last CALIBRATION decision went out: the other size is next."""
         self._next_probe += 1
         self._num_probes += 1
+        self.was_spared &= self.wants_spare_batch
         if self._num_probes >= MAX_PROBES_PER_SAMPLE * self.max_samples:
             self.give_up(f"no model after {self._num_probes} probes")
 

@@ -270,7 +270,7 @@ class ChunkController:
     def step_overhead(self) -> StepOverhead:
         """Fitted when the first policy is made, and again when the model is installed."""
         depth = self._max_in_flight or self.calibrator.num_stages
-        return fit_step_overhead(self.calibrator.runs, depth + self.may_spare)
+        return fit_step_overhead(self.calibrator.runs, depth + self.calibrator.was_spared)
 
     @property
     def pipeline(self) -> Pipeline:

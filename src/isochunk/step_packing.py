@@ -48,6 +48,7 @@ class StepPacker:
         self.target_ms = 0.0
         times = [model.predict_ms(0, budget) for model in pipeline.stages]
         self._slowest = pipeline.stages[times.index(max(times))]
+        self._has_prefix_cost = self._slowest.prefix_ms > 0
         # The hot path computes t itself, from the coefficients: a call costs more than the sum.
         self._stages = [
             (model.fixed_ms, model.prefix_ms, model.token_ms, model.attention_ms)
@@ -102,14 +103,14 @@ class StepPacker:
         """The prompt set has changed: target time, short prompts, prompts to admit."""
         model = self._slowest
         token_ms, attention_ms = model.token_ms, model.attention_ms
-        works = []
-        total = depth = 0.0
-        for _, cached, new in prefills:
-            work = new * (token_ms + attention_ms * (2 * cached + new))
-            works.append(work)
-            total += work
-            depth += work * (cached + 0.5 * new)
-        step_ms = model.fixed_ms + model.prefix_ms * (depth / total if total > 0 else 0.0)
+        works = [
+            new * (token_ms + attention_ms * (2 * cached + new)) for _, cached, new in prefills
+        ]
+        total, step_ms = sum(works), model.fixed_ms
+        if self._has_prefix_cost and total > 0:
+            middles = (cached + 0.5 * new for _, cached, new in prefills)
+            depth = sum(w * middle for w, middle in zip(works, middles, strict=True))
+            step_ms += model.prefix_ms * depth / total
         total *= self._num_prefills / len(prefills)
         self.target_ms = step_ms + (
             math.sqrt(total * step_ms / self._bubbles) if self._bubbles > 0 else total
@@ -190,7 +191,12 @@ class StepPacker:
             elif request_id in self._admit and request_id in self._waiting:
                 unit = min(self.alignment - cached % self.alignment, num_allowed)
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
-        elif new < remaining and not is_first and self._is_wasteful(cached, new):
+        elif (
+            self._has_prefix_cost
+            and new < remaining
+            and not is_first
+            and self._is_wasteful(cached, new)
+        ):
             new = 0
         if new > 0:
             self._packed[request_id] = (cached, new)

@@ -125,6 +125,7 @@ def _any_prompt(rng: random.Random, seed: int) -> list[int]:
         {"data_parallel_size": 2},
         {"speculative_config": object()},
         {"aux_output": True},
+        {"device": "cuda"},  # its runners rely on vLLM's depth
         {"spec": object()},
         {"groups": ()},  # a release that keeps them elsewhere
     ],
@@ -142,6 +143,7 @@ def test_left_as_it_is_where_another_depth_could_matter(
             max_concurrent_batches=values.get("max_concurrent_batches", 2),
             speculative_config=values.get("speculative_config"),
             aux_output_config=SimpleNamespace(enabled=values.get("aux_output", False)),
+            device_config=SimpleNamespace(device_type=values.get("device", "cpu")),
         )
         group = SimpleNamespace(kv_cache_spec=values.get("spec", spec))
         scheduler = SimpleNamespace(

@@ -101,3 +101,15 @@ def test_a_request_that_asks_for_fixed_chunks_gets_the_usual_depth() -> None:
     assert not made.wants_spare_batch
     made.begin_step(Step([PREFILL]))
     assert made.wants_spare_batch
+
+
+def test_the_calibration_knows_whether_its_probes_had_the_spare_batch() -> None:
+    made = controller()
+    made.begin_step(Step([PREFILL]))
+    assert made.end_step({"a": made.size(PREFILL, 8192)}) is not None
+    assert made.calibrator.was_spared
+    beside_a_decode = Step([PREFILL], 1, 1, 0, 1)
+    made.begin_step(beside_a_decode)
+    assert made.end_step({"a": made.size(PREFILL, 8192), "decode": 1}) is not None
+    assert not made.calibrator.was_spared
+    assert not controller(policy="equal-latency").calibrator.was_spared

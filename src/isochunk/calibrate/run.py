@@ -134,7 +134,7 @@ def _choose_prompt_tokens(wanted: int | None, served: ServedModel, state: Server
     longest = served.max_model_len and served.max_model_len - 1  # one token is generated
     budget = int(state.engine["max_num_batched_tokens"])
     # auto may split a prompt that would fit into one chunk, and learns from its larger half.
-    is_auto = state.engine["policy"] == "auto"
+    is_auto = state.engine.get("policy") == "auto"
     chosen = wanted or min(DEFAULT_PROMPT_TOKENS, longest or DEFAULT_PROMPT_TOKENS)
     if chosen <= (budget // 2 if is_auto else budget) or (longest and chosen > longest):
         bounds = f"above {'half of ' if is_auto else ''}max_num_batched_tokens ({budget})"

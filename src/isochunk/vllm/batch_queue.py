@@ -3,6 +3,11 @@
 Two attributes of EngineCore change (``batch_queue``, ``batch_queue_size``), nothing is replaced
 or copied. Without them, or where another depth could matter, all stays as vLLM has it. With
 decodes around the usual depth holds: one more would split them into more groups.
+
+CPUs only. On accelerators the runners copy a step's inputs from host buffers that they reuse,
+and what keeps a step from overwriting those of one that hasn't read them is how few are in
+flight (V1 without async scheduling: one pinned buffer; V2: as many as vLLM's own depth). V2
+with async scheduling keeps P + 1 in flight by itself.
 """
 
 from __future__ import annotations
@@ -31,9 +36,11 @@ class BatchQueue:
         specs = {type(group.kv_cache_spec).__name__ for group in groups}
         self.can_spare = (
             core is not None
+            and config.device_config.device_type == "cpu"
             and getattr(config, "max_concurrent_batches", 0) == self._num_usual > 1
-            and config.parallel_config.data_parallel_size == 1  # its ranks step together
-            and config.speculative_config is None
+            # Ranks of a data-parallel engine step together.
+            and getattr(config.parallel_config, "data_parallel_size", 2) == 1
+            and getattr(config, "speculative_config", core) is None
             and bool(specs)
             and specs <= KV_CACHES
             and not getattr(getattr(config, "aux_output_config", None), "enabled", False)
@@ -42,7 +49,8 @@ class BatchQueue:
     def make_room(self) -> None:
         """Replace the queue by one for one more, once; not in a step, which holds on to it."""
         queue = getattr(self._core, "batch_queue", None)
-        if not self._is_wide and queue is not None and queue.maxlen == self._num_usual:
+        size = getattr(self._core, "batch_queue_size", 0)
+        if not self._is_wide and queue is not None and queue.maxlen == self._num_usual == size:
             self._core.batch_queue = deque(queue, maxlen=self._num_usual + 1)
             self._is_wide = True
 
