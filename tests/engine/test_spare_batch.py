@@ -94,17 +94,21 @@ def test_any_traffic_comes_out_as_with_fixed_chunks(caching_engine: Engine, seed
     prompts = {f"any-{seed}-{i}": _any_prompt(rng, 1000 * seed + i) for i in range(14)}
     lengths = {name: rng.choice([1, 1, 3, 12]) for name in prompts}
     waiting, tokens, aborted = list(prompts), {}, set()
+
+    def step() -> None:
+        for output in llm_engine.step():
+            tokens[output.request_id] = tuple(output.outputs[0].token_ids)
+
     while waiting or llm_engine.has_unfinished_requests():
         if waiting and rng.random() < 0.25:
             name = waiting.pop()
             params = SamplingParams(max_tokens=lengths[name], temperature=0, ignore_eos=True)
             llm_engine.add_request(name, {"prompt_token_ids": prompts[name]}, params)
             if rng.random() < 0.15:
-                llm_engine.step()
+                step()
                 llm_engine.abort_request([name])
                 aborted.add(name)
-        for output in llm_engine.step():
-            tokens[output.request_id] = tuple(output.outputs[0].token_ids)
+        step()
     while caching_engine.core.batch_queue:
         caching_engine.core.step_fn()
     assert not caching_engine.scheduler.has_requests()
