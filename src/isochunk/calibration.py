@@ -83,9 +83,9 @@ class Calibrator:
         checks: what a fit must satisfy.
         probe_divisors: the probes besides the budget are the budget divided by these.
         needs_shrink: chunks start at the budget: give up if they would hardly shrink, and learn
-            nothing from prompts that fit into one.
+            nothing from prompts that fit into one. If not, the number of chunks is the policy's
+            to choose, and halves of them are tried, too, when a fit is confirmed.
         may_spare: keep one batch more in flight (see ``policies.wants_spare_batch``).
-        may_halve: try halves of the policy's chunks, too, when a fit is confirmed.
         make_policy: makes the policy that a fitted model would get, to confirm it.
     """
 
@@ -100,7 +100,6 @@ class Calibrator:
     probe_divisors: tuple[int, ...] = PROBE_DIVISORS
     needs_shrink: bool = True
     may_spare: bool = False
-    may_halve: bool = False
     phase: CalibrationPhase = CalibrationPhase.SWEEPING
     reason: str = ""
     reports: list[FitReport] = field(default_factory=list)
@@ -210,7 +209,7 @@ class Calibrator:
             return end - start
         chunk = self._candidate.size(prefill, num_allowed).num_tokens
         half = (cached + chunk // 2) // self.alignment * self.alignment - cached
-        if not self.may_halve or self._next_probe % HALVES_PERIOD != 1 or half <= 0:
+        if self.needs_shrink or self._next_probe % HALVES_PERIOD != 1 or half <= 0:
             return chunk
         self._rest = (cached + half, cached + chunk)
         return half

@@ -86,7 +86,6 @@ class ChunkController:
             probe_divisors=PROBE_DIVISORS if is_equal_latency else AUTO_PROBE_DIVISORS,
             needs_shrink=is_equal_latency,
             may_spare=self.may_spare,
-            may_halve=not is_equal_latency,
         )
         self.policy: ChunkPolicy = self.calibrator
         self.counts: Counter[ChunkReason] = Counter()

@@ -102,7 +102,6 @@ def test_the_confirming_prompt_of_auto_has_halves_of_its_chunks_too(num_tokens: 
     chosen = swept(
         make_policy=lambda models: ShortestTTFT(Pipeline(tuple(models)), 4096, 64),
         needs_shrink=False,
-        may_halve=True,
         min_chunk=64,
         probe_divisors=(8, 32),
         max_samples=90,
