@@ -4,6 +4,7 @@ import inspect
 import pickle
 
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -104,3 +105,11 @@ def test_the_batch_queue_is_as_the_patch_expects() -> None:
     # Between two steps, new requests come in.
     assert "self.scheduler.add_request(" in source_without_comments(EngineCore.add_request)
     assert "bool(self.batch_queue)" in source_without_comments(EngineCoreProc.has_work)
+
+
+def test_results_are_awaited_as_the_patch_expects() -> None:
+    assert "self.response_mqs" in source_without_comments(MultiprocExecutor)
+    assert "self._spin_condition = SpinCondition(" in source_without_comments(MessageQueue)
+    assert "self.last_read + self.busy_loop_s" in source_without_comments(SpinCondition.wait)
+    # A notification with every message, so that whoever doesn't spin wakes up.
+    assert "self._spin_condition.notify()" in source_without_comments(MessageQueue.enqueue)

@@ -48,6 +48,30 @@ def test_a_sole_prompt_has_three_batches_in_flight_and_then_two_again(
     assert caching_engine.core.batch_queue_size == 2
 
 
+def test_results_are_awaited_without_spinning_only_with_a_spare_batch(
+    caching_engine: Engine,
+) -> None:
+    waits = [queue._spin_condition for queue in caching_engine.core.model_executor.response_mqs]
+    seconds = [wait.busy_loop_s for wait in waits]
+    assert all(seconds)
+    scheduler, seen = caching_engine.scheduler, []
+    schedule = scheduler.schedule
+
+    def recording_schedule(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        seen.append((output.total_num_scheduled_tokens, [wait.busy_loop_s for wait in waits]))
+        return output
+
+    scheduler.schedule = recording_schedule
+    try:
+        caching_engine.generate([random_prompt(8192, seed=305)], max_tokens=5)
+    finally:
+        del scheduler.schedule
+    assert sum(num_tokens > 1 for num_tokens, _ in seen) > 3
+    for num_tokens, spins in seen:
+        assert spins == ([0.0] * len(waits) if num_tokens > 1 else seconds)
+
+
 def test_fixed_by_request_keeps_the_usual_depth(caching_engine: Engine) -> None:
     with depths(caching_engine) as seen:
         caching_engine.generate([random_prompt(8192, seed=310)], fixed=True)

@@ -54,5 +54,5 @@ def test_the_command_line_leaves_prometheus_to_serve() -> None:
 
 def test_adapter_stays_thin() -> None:
     lines = {p.stem: len(p.read_text().splitlines()) for p in (PACKAGE / "vllm").glob("*.py")}
-    assert lines.pop("batch_queue") < 75  # the patch of the engine core
+    assert lines.pop("batch_queue") < 85  # the patch of the engine core
     assert sum(lines.values()) < 500

@@ -14,6 +14,7 @@ from statistics import mean, median
 from typing import Any
 
 from isochunk.benchmark.engine import BenchEngine, LoopResult
+from isochunk.benchmark.paired import PairedRatio
 from isochunk.demo.prompts import random_prompt
 from isochunk.pipeline import simulate
 from isochunk.policies import ChunkPolicy
@@ -82,6 +83,10 @@ class Comparison:
             (m for m in self.measurements if m.policy.startswith("fixed")), key=lambda m: m.ttft_s
         )
 
+    def paired(self, measurement: Measurement) -> PairedRatio:
+        """TTFT against that of the best fixed size, round by round."""
+        return PairedRatio.of(measurement.ttfts_s, self.best_fixed.ttfts_s)
+
 
 def compare(
     engine: BenchEngine,
@@ -148,11 +153,23 @@ def predict_ttft_s(
     return timeline.mean_ttft_ms / 1e3
 
 
-HEADER = ("policy", "TTFT", "predicted", "error", "/ best fixed", "tokens/s", "/ best fixed")
+HEADER = (
+    "policy",
+    "TTFT",
+    "predicted",
+    "error",
+    "/ best fixed",
+    "by round (90 % sure)",
+    "tokens/s",
+    "/ best fixed",
+)
 
 
 def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """One row a policy: medians, ratios to the fixed size of best TTFT or best throughput."""
+    """One row a policy: medians, ratios to the fixed size of best TTFT or best throughput.
+
+    "by round" is the median of the ratios in the same round, with its confidence interval.
+    """
     best = comparison.best_fixed
     most = max(m.throughput for m in comparison.measurements if m.policy.startswith("fixed"))
     return [
@@ -162,6 +179,7 @@ def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
             f"{m.predicted_ttft_s:.3f} s",
             f"{m.predicted_ttft_s / m.ttft_s - 1:+.1%}",
             f"{m.ttft_s / best.ttft_s:.3f}",
+            "1" if m is best else str(comparison.paired(m)),
             f"{m.throughput:.0f}",
             f"{m.throughput / most:.3f}",
         )
@@ -187,6 +205,7 @@ def to_json(comparisons: Sequence[Comparison], description: str) -> str:
             "cell": asdict(c.cell),
             "best_fixed": c.best_fixed.policy,
             "measurements": [asdict(m) for m in c.measurements],
+            "ttft_by_round": {m.policy: asdict(c.paired(m)) for m in c.measurements},
         }
         for c in comparisons
     ]

@@ -4,6 +4,10 @@ Two attributes of EngineCore change (``batch_queue``, ``batch_queue_size``), not
 or copied. Without them, or where another depth could matter, all stays as vLLM has it. With
 decodes around the usual depth holds: one more would split them into more groups.
 
+The engine core awaits results by spinning, to notice them at once. That takes time from the
+stages where they have all cores, and a spare batch makes a late notice harmless: so while there
+is one, it awaits vLLM's notification, as vLLM itself does after a second without a result.
+
 CPUs only. On accelerators the runners copy a step's inputs from host buffers that they reuse,
 and what keeps a step from overwriting those of one that hasn't read them is how few are in
 flight (V1 without async scheduling: one pinned buffer; V2: as many as vLLM's own depth). V2
@@ -32,6 +36,7 @@ class BatchQueue:
         config = scheduler.vllm_config
         self._core, self._is_wide, self._wants_spare = core, False, False
         self._num_usual = config.parallel_config.pipeline_parallel_size
+        self._spins: list[tuple[Any, float]] = []
         groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
         specs = {type(group.kv_cache_spec).__name__ for group in groups}
         self.can_spare = (
@@ -53,10 +58,15 @@ class BatchQueue:
         if not self._is_wide and queue is not None and queue.maxlen == self._num_usual == size:
             self._core.batch_queue = deque(queue, maxlen=self._num_usual + 1)
             self._is_wide = True
+            queues = getattr(self._core.model_executor, "response_mqs", ())
+            waits: list[Any] = [getattr(queue, "_spin_condition", None) for queue in queues]
+            self._spins = [(w, w.busy_loop_s) for w in waits if hasattr(w, "busy_loop_s")]
 
     def set_spare(self, is_wanted: bool) -> None:
         """While a step schedules: whether one batch more is to be in flight from now on."""
         self._wants_spare = is_wanted
+        for wait, busy_loop_s in self._spins:
+            wait.busy_loop_s = 0.0 if is_wanted else busy_loop_s
         if self._is_wide and (is_wanted or len(self._core.batch_queue) < self._num_usual):
             self._core.batch_queue_size = self._num_usual + is_wanted
 
