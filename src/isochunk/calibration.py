@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from isochunk.fitting import ChunkSample, FitChecks, FitReport, Refusal, fit_latency_model
 from isochunk.latency import LatencyModel
-from isochunk.overhead import TimedRun
+from isochunk.overhead import TimedRun, timed_runs
 from isochunk.policies import (
     ChunkDecision,
     ChunkPolicy,
@@ -33,6 +33,7 @@ from isochunk.policies import (
     fit_chunk,
 )
 from isochunk.probes import PROBE_DIVISORS, PROBE_PATTERNS, plan_probes
+from isochunk.stages import useful_shrink
 
 # Deepest useful chunk must be at least this much smaller than the initial one.
 MIN_USEFUL_SHRINK = 0.10
@@ -241,26 +242,7 @@ class Calibrator:
     @property
     def runs(self) -> list[TimedRun]:
         """All samples with the gaps between them, prompt by prompt."""
-        runs: list[list[tuple[tuple[ChunkSample, float], ...]]] = []
-        end = -1
-        stages = [self._timed.get(stage, []) for stage in range(self.num_stages)]
-        for chunk in zip(*stages, strict=False):
-            shapes = {(sample.num_cached, sample.num_new) for sample, _ in chunk}
-            if len(shapes) > 1:  # a timing was lost
-                break
-            ((num_cached, num_new),) = shapes
-            if num_cached != end:
-                runs.append([])
-            runs[-1].append(chunk)
-            end = num_cached + num_new
-        return [
-            TimedRun(
-                new=tuple(chunk[0][0].num_new for chunk in run),
-                latencies_ms=tuple(tuple(s.latency_ms for s, _ in chunk) for chunk in run),
-                gaps_ms=tuple(tuple(gap for _, gap in chunk) for chunk in run),
-            )
-            for run in runs
-        ]
+        return timed_runs([self._timed.get(stage, []) for stage in range(self.num_stages)])
 
     @property
     def _has_all_samples(self) -> bool:
@@ -327,17 +309,3 @@ class Calibrator:
 def max_other_tokens(num_new: int) -> int:
     """Tokens of other requests that may share a timed chunk's batch."""
     return int(OTHER_TOKENS_SHARE * num_new)
-
-
-def slowest_stage(models: Sequence[LatencyModel], num_cached: int, num_new: int) -> int:
-    """Index of the stage that takes longest for such a chunk: it paces the pipeline."""
-    times = [model.predict_ms(num_cached, num_new) for model in models]
-    return times.index(max(times))
-
-
-def useful_shrink(models: Sequence[LatencyModel], budget: int, max_model_len: int) -> float:
-    """By what fraction the deepest equal-latency chunk is smaller than the initial one."""
-    deepest = max(max_model_len - budget, 0)
-    model = models[slowest_stage(models, deepest // 2, budget)]
-    solved = model.solve_num_new(model.predict_ms(0, budget), deepest)
-    return 1.0 - min(solved, budget) / budget

@@ -20,10 +20,10 @@ from isochunk.makespan import (
     FloatArray,
     IntArray,
     Pipeline,
-    dominant_stages,
     makespans_ms,
     stage_times_ms,
 )
+from isochunk.stages import dominant_stages
 
 FIXED_SIZES = tuple(1024 * 2**i for i in range(6))
 """Fixed chunk sizes [tokens] that a plan must not lose to, 1K…32K; the budget is added."""

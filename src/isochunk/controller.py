@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
-from isochunk.calibration import CalibrationPhase, Calibrator, max_other_tokens, slowest_stage
+from isochunk.calibration import CalibrationPhase, Calibrator, max_other_tokens
 from isochunk.config import DynamicChunkingConfig
 from isochunk.feedback import feedback_of
 from isochunk.fitting import ChunkSample, FitChecks
@@ -33,6 +33,7 @@ from isochunk.policies import (
 )
 from isochunk.probes import PROBE_DIVISORS
 from isochunk.shortest_ttft import ShortestTTFT
+from isochunk.stages import slowest_stage
 from isochunk.timings import Piece, TimedBatch, Timing, TimingLedger, TraceFile
 
 logger = logging.getLogger(__name__)

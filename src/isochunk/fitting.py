@@ -1,8 +1,6 @@
 """Fit the latency model to timed chunks, and say whether the fit can be trusted.
 
-Constrained (non-negative) weighted least squares on *relative* residuals: chunk times span
-two orders of magnitude and their noise is proportional to them. Single outliers are found
-with a soft-L1 fit and left out of the final one, by name.
+Single outliers are found with a robust fit and left out of the final one, by name.
 """
 
 from __future__ import annotations
@@ -15,26 +13,12 @@ from enum import StrEnum
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
-from scipy.optimize import least_squares, lsq_linear
-from scipy.stats import t as student_t
+from scipy.optimize import least_squares
 
 from isochunk.latency import InvalidLatencyModelError, LatencyModel
-
-FloatArray = npt.NDArray[np.float64]
+from isochunk.least_squares import FloatArray, Problem, Solution, features
 
 MAX_OUTLIER_FRACTION = 1 / 3
-# A sample is an outlier beyond this many robust standard deviations (MAD), and never
-# for less than this relative error: a nearly perfect fit has no outliers.
-OUTLIER_SIGMAS = 4.5
-OUTLIER_FLOOR = 0.08
-# The sweep runs without attention, so its cost per token is only near the real one: a prior
-# on b of this relative width, at this assumed relative noise of a timed chunk.
-SWEEP_SPREAD = 0.5
-ASSUMED_NOISE = 0.03
-ONE_SIGMA = 0.8413447  # P(Z <= 1)
-# Few samples can agree by luck; no timing is steadier than this (relative).
-NOISE_FLOOR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +135,8 @@ def fit_latency_model(
             detail="no chunk with a cached prefix was timed",
         )
     token_ms = sweep_slope(sweep)
-    kept = _Problem.build([(s, 1) for s in usable], token_ms).inliers(usable)
+    fits = _problem([(s, 1) for s in usable], token_ms).inliers()
+    kept = [s for s, is_inlier in zip(usable, fits, strict=True) if is_inlier]
     outliers = tuple(s for s in samples if s not in kept)
     report = replace(report, outliers=outliers)
     if len(outliers) > MAX_OUTLIER_FRACTION * len(samples):
@@ -164,7 +149,7 @@ def fit_latency_model(
         (ChunkSample(num_cached, num_new, median(times)), len(times))
         for (num_cached, num_new), times in _by_shape(kept).items()
     ]
-    solution = _Problem.build(shapes, token_ms).solve()
+    solution = _problem(shapes, token_ms).solve()
     return _judge(solution, [shape for shape, _ in shapes], checks, report)
 
 
@@ -194,6 +179,17 @@ def sweep_slope(sweep: Iterable[tuple[int, float]]) -> float | None:
     return slope if slope > 0 else None
 
 
+def _problem(samples: Sequence[tuple[ChunkSample, int]], token_ms: float | None) -> Problem:
+    """Of ``(sample, how many it stands for)``."""
+    return Problem.build(
+        cached=[s.num_cached for s, _ in samples],
+        new=[s.num_new for s, _ in samples],
+        times_ms=[s.latency_ms for s, _ in samples],
+        counts=[count for _, count in samples],
+        token_ms=token_ms,
+    )
+
+
 def _by_shape(samples: Sequence[ChunkSample]) -> dict[tuple[int, int], list[float]]:
     """(cached, new) -> latencies, in order of first appearance."""
     groups: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -202,104 +198,8 @@ def _by_shape(samples: Sequence[ChunkSample]) -> dict[tuple[int, int], list[floa
     return groups
 
 
-def features(num_cached: FloatArray, num_new: FloatArray) -> FloatArray:
-    """Design matrix, shape (n, 4): the factors of c, γ, b and a."""
-    ones = np.ones_like(num_cached)
-    area = num_new * (2.0 * num_cached + num_new)
-    return np.column_stack([ones, num_cached, num_new, area])
-
-
-@dataclass(frozen=True)
-class _Solution:
-    coefficients: FloatArray  # c, γ, b, a
-    covariance: FloatArray  # (4, 4); rows and columns of coefficients at their bound are 0
-    condition_number: float
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """One row per sample, and possibly a last one for the prior. Columns: c, γ, b, a."""
-
-    design: FloatArray  # (rows, 4), columns scaled to a maximum of 1
-    scale: FloatArray  # (4,)
-    times_ms: FloatArray  # (rows,)
-    weights: FloatArray  # (rows,) relative to a single timed sample
-    num_samples: int
-
-    @classmethod
-    def build(cls, samples: Sequence[tuple[ChunkSample, int]], token_ms: float | None) -> _Problem:
-        """From ``(sample, how many it stands for)`` and a prior for ``b``."""
-        cached = np.array([s.num_cached for s, _ in samples], dtype=np.float64)
-        new = np.array([s.num_new for s, _ in samples], dtype=np.float64)
-        design = features(cached, new)
-        times = [s.latency_ms for s, _ in samples]
-        weights = [math.sqrt(k) for _, k in samples]
-        if token_ms is not None:  # as if b alone had been timed over so many tokens
-            design = np.vstack([design, [0.0, 0.0, new.max(), 0.0]])
-            times.append(token_ms * float(new.max()))
-            weights.append(ASSUMED_NOISE / SWEEP_SPREAD)
-        scale = design.max(axis=0)
-        scale[scale == 0] = 1.0
-        return cls(design / scale, scale, np.array(times), np.array(weights), len(samples))
-
-    def inliers(self, samples: Sequence[ChunkSample]) -> list[ChunkSample]:
-        """Those of ``samples`` (this problem's) that a robust fit explains."""
-        start = lsq_linear(
-            self.design * (self.weights / self.times_ms)[:, None], self.weights, bounds=(0, np.inf)
-        ).x
-
-        def relative_errors(coefficients: FloatArray) -> FloatArray:
-            # log keeps over- and underestimates symmetric, and one 30x sample bounded.
-            predicted = np.maximum(self.design @ coefficients, 1e-12)
-            errors: FloatArray = self.weights * np.log(self.times_ms / predicted)
-            return errors
-
-        robust = least_squares(
-            relative_errors,
-            np.maximum(start, 1e-9 * self.times_ms.max()),
-            bounds=(0, np.inf),
-            loss="soft_l1",
-            f_scale=0.05,
-        ).x
-        errors = relative_errors(robust)[: self.num_samples]
-        centred = np.abs(errors - np.median(errors))
-        limit = max(OUTLIER_SIGMAS * 1.4826 * float(np.median(centred)), OUTLIER_FLOOR)
-        return [s for s, e in zip(samples, centred, strict=True) if e <= limit]
-
-    def solve(self) -> _Solution:
-        """Weighted non-negative least squares, with its covariance."""
-        design, times, weights = self.design, self.times_ms, self.weights
-        predicted = times
-        coefficients = np.zeros(4)
-        for _ in range(3):  # weights follow the prediction, not the noisy measurement
-            row_weights = weights / np.maximum(predicted, 1e-9)
-            weighted = design * row_weights[:, None]
-            coefficients = lsq_linear(weighted, times * row_weights, bounds=(0, np.inf)).x
-            predicted = design @ coefficients
-            # The prior's width is relative to itself: at b = 0 it would be infinitely sharp.
-            predicted[self.num_samples :] = times[self.num_samples :]
-        free = coefficients > 1e-6 * predicted.max()
-        # The noise is that of the timed chunks; the prior says nothing about it.
-        residuals = ((times - predicted) * row_weights)[: self.num_samples]
-        degrees = max(self.num_samples - int(free.sum()), 1)
-        # Few degrees of freedom: widen by Student's t, as a one-sigma interval of it would be.
-        variance = max(float(residuals @ residuals) / degrees, NOISE_FLOOR**2)
-        variance *= float(student_t.ppf(ONE_SIGMA, degrees)) ** 2
-        active = weighted[:, free]
-        norms = np.maximum(np.linalg.norm(active, axis=0), 1e-300)
-        condition = float(np.linalg.cond(active / norms)) if free.any() else math.inf
-        covariance = np.zeros((4, 4))
-        if free.any():
-            covariance[np.ix_(free, free)] = variance * np.linalg.pinv(active.T @ active)
-        return _Solution(
-            np.where(free, coefficients, 0.0) / self.scale,
-            covariance / np.outer(self.scale, self.scale),
-            condition,
-        )
-
-
 def _judge(
-    solution: _Solution,
+    solution: Solution,
     shapes: Sequence[ChunkSample],
     checks: FitChecks,
     report: FitReport,

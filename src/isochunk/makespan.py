@@ -84,26 +84,6 @@ class Pipeline:
         ).T
 
 
-def dominant_stages(stages: Sequence[LatencyModel]) -> list[LatencyModel]:
-    """The stages that can be the slowest for some chunk: one for equal stages.
-
-    Left out is every stage that no coefficient of which exceeds another stage's.
-    """
-    unique = list(dict.fromkeys(stages))
-    return [
-        stage
-        for stage in unique
-        if not any(
-            other != stage
-            and other.fixed_ms >= stage.fixed_ms
-            and other.prefix_ms >= stage.prefix_ms
-            and other.token_ms >= stage.token_ms
-            and other.attention_ms >= stage.attention_ms
-            for other in unique
-        )
-    ]
-
-
 def single_prefill_ms(pipeline: Pipeline, num_cached: int, ends: Sequence[int]) -> float:
     """Makespan [ms] of one prefill with chunk ``ends`` after ``num_cached`` cached tokens."""
     starts = np.array([[num_cached, *ends[:-1]]])

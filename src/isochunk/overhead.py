@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import least_squares
 
+from isochunk.fitting import ChunkSample
 from isochunk.latency import LatencyModel
 from isochunk.makespan import FloatArray
 
@@ -65,6 +66,32 @@ class TimedRun:
                 ready = ends[p] = start + latency
             left.append(ready)
         return gaps[1:]
+
+
+def timed_runs(stages: Sequence[Sequence[tuple[ChunkSample, float]]]) -> list[TimedRun]:
+    """Prompt by prompt, from each stage's chunks with the gaps before them.
+
+    Ends where a stage has lost a chunk's timing: what follows doesn't match any more.
+    """
+    runs: list[list[tuple[tuple[ChunkSample, float], ...]]] = []
+    end = -1
+    for chunk in zip(*stages, strict=False):
+        shapes = {(sample.num_cached, sample.num_new) for sample, _ in chunk}
+        if len(shapes) > 1:
+            break
+        ((num_cached, num_new),) = shapes
+        if num_cached != end:
+            runs.append([])
+        runs[-1].append(chunk)
+        end = num_cached + num_new
+    return [
+        TimedRun(
+            new=tuple(chunk[0][0].num_new for chunk in run),
+            latencies_ms=tuple(tuple(s.latency_ms for s, _ in chunk) for chunk in run),
+            gaps_ms=tuple(tuple(gap for _, gap in chunk) for chunk in run),
+        )
+        for run in runs
+    ]
 
 
 def fit_step_overhead(runs: Sequence[TimedRun], depth: int) -> StepOverhead:

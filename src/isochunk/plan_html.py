@@ -12,12 +12,15 @@ from isochunk.timeline import Batch, Timeline
 
 COLOURS = ("#1f77b4", "#aec7e8", "#ff7f0e", "#ffbb78", "#2ca02c", "#98df8a", "#9467bd", "#c5b0d5")
 BACKGROUND = "#f4f4f4"
+MAX_STEPS = 500
+"""More of them make a picture that no browser likes; the trace has them all."""
 
 
 def pipeline_figure(timelines: Sequence[tuple[str, Timeline]]) -> go.Figure:
     """One panel a timeline, on a common time axis; gaps between the bars are bubbles."""
     titles = [
-        f"{name}: {timeline.makespan_ms / 1000:.3f} s, {len(timeline.batches)} steps, "
+        f"{name}: {timeline.makespan_ms / 1000:.3f} s, {len(timeline.batches)} steps"
+        f"{f' (the first {MAX_STEPS} shown)' if len(timeline.batches) > MAX_STEPS else ''}, "
         f"stages idle {100 * _idle(timeline):.0f} %"
         for name, timeline in timelines
     ]
@@ -26,7 +29,7 @@ def pipeline_figure(timelines: Sequence[tuple[str, Timeline]]) -> go.Figure:
     )
     for row, (_, timeline) in enumerate(timelines, start=1):
         for stage in range(timeline.pipeline.num_stages):
-            figure.add_trace(_bars(timeline.batches, stage), row=row, col=1)
+            figure.add_trace(_bars(timeline.batches[:MAX_STEPS], stage), row=row, col=1)
         figure.update_yaxes(autorange="reversed", row=row, col=1)
     figure.update_xaxes(title_text="time [s]", row=len(timelines), col=1)
     stages = max(timeline.pipeline.num_stages for _, timeline in timelines)

@@ -5,8 +5,10 @@ TTFT and throughput come from the simulator, so they hold as far as the stage mo
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from isochunk.chunk_plan import FIXED_SIZES, plan_chunks
 from isochunk.latency import LatencyModel
@@ -14,10 +16,12 @@ from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
 from isochunk.policies import ChunkPolicy, EqualLatency, FixedChunk
 from isochunk.shortest_ttft import ShortestTTFT
+from isochunk.stages import slowest_stage
 from isochunk.timeline import Timeline
-from isochunk.workload import ClosedLoop, Request
+from isochunk.workload import ClosedLoop, Request, Workload, poisson
 
 REQUESTS_PER_CLIENT = 4
+POISSON_REQUESTS = 200
 # A smaller budget that costs no more than this is recommended: it saves activation memory.
 BUDGET_TOLERANCE = 0.01
 DEFAULT_MIN_CHUNK = 4096
@@ -32,18 +36,56 @@ class Candidate:
     policy: ChunkPolicy
 
 
+class Load(NamedTuple):
+    """Requests to predict for, and what to call them."""
+
+    title: str
+    workload: Workload
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a policy is predicted to do with prompts of one length at a concurrency."""
+    """What a policy is predicted to do with a load."""
 
     name: str
     max_num_batched_tokens: int
-    num_prompt: int
-    concurrency: int
+    load: Load
     ttft_ms: float
     """Mean over the requests."""
+    p99_ttft_ms: float
     prompt_tokens_per_s: float
     num_steps: int
+
+
+def closed_loops(
+    num_prompts: Sequence[int], concurrencies: Sequence[int], num_output: int = 1
+) -> list[Load]:
+    """Equal prompts, so many at a time; one request only at concurrency 1."""
+    return [
+        Load(
+            f"{num_prompt} tokens, concurrency {concurrency}",
+            ClosedLoop(
+                [Request(num_prompt, 0, num_output)]
+                * (1 if concurrency == 1 else REQUESTS_PER_CLIENT * concurrency),
+                concurrency,
+            ),
+        )
+        for num_prompt in num_prompts
+        for concurrency in concurrencies
+    ]
+
+
+def poisson_loads(
+    num_prompts: Sequence[int], rates_per_s: Sequence[float], num_output: int = 1
+) -> list[Load]:
+    """Prompts of these lengths, each as likely, that come at random moments."""
+    rng = random.Random(0)
+    requests = [Request(rng.choice(num_prompts), 0, num_output) for _ in range(POISSON_REQUESTS)]
+    lengths = "/".join(map(str, num_prompts))
+    return [
+        Load(f"{lengths} tokens, {rate:g} requests/s", poisson(requests, rate, seed=0))
+        for rate in rates_per_s
+    ]
 
 
 def candidates(
@@ -54,7 +96,7 @@ def candidates(
     found = [Candidate(f"fixed {size}", size, FixedChunk()) for size in sizes]
     if min_chunk < budget:
         equal = EqualLatency(
-            slowest_stage_model(pipeline, budget),
+            pipeline.stages[slowest_stage(pipeline.stages, budget, budget)],
             budget,
             smooth_factor=0.75,
             min_chunk=min_chunk,
@@ -65,41 +107,27 @@ def candidates(
     return found
 
 
-def slowest_stage_model(pipeline: Pipeline, num_new: int) -> LatencyModel:
-    """The stage that takes longest for ``num_new`` tokens after as many cached ones."""
-    return max(pipeline.stages, key=lambda model: model.predict_ms(num_new, num_new))
-
-
-def run_candidate(
-    pipeline: Pipeline, candidate: Candidate, num_prompt: int, concurrency: int
-) -> Timeline:
-    """A closed loop of equal prompts; one request only at concurrency 1."""
-    count = 1 if concurrency == 1 else REQUESTS_PER_CLIENT * concurrency
-    loop = ClosedLoop([Request(num_prompt)] * count, concurrency)
-    return simulate(pipeline, candidate.policy, loop, candidate.max_num_batched_tokens)
+def run_candidate(pipeline: Pipeline, candidate: Candidate, load: Load) -> Timeline:
+    """Simulate a policy under a load."""
+    return simulate(pipeline, candidate.policy, load.workload, candidate.max_num_batched_tokens)
 
 
 def predict(
-    pipeline: Pipeline,
-    num_prompts: Sequence[int],
-    concurrencies: Sequence[int],
-    budget: int,
-    alignment: int,
+    pipeline: Pipeline, loads: Sequence[Load], budget: int, alignment: int
 ) -> Iterator[Prediction]:
-    """Predictions one by one (a long sweep may show progress): by length, concurrency, policy."""
-    for num_prompt in num_prompts:
-        for concurrency in concurrencies:
-            for candidate in candidates(pipeline, budget, alignment):
-                timeline = run_candidate(pipeline, candidate, num_prompt, concurrency)
-                yield Prediction(
-                    candidate.name,
-                    candidate.max_num_batched_tokens,
-                    num_prompt,
-                    concurrency,
-                    timeline.mean_ttft_ms,
-                    timeline.prompt_tokens_per_s,
-                    len(timeline.batches),
-                )
+    """Predictions one by one (a long sweep may show progress): by load, by policy."""
+    for load in loads:
+        for candidate in candidates(pipeline, budget, alignment):
+            timeline = run_candidate(pipeline, candidate, load)
+            yield Prediction(
+                candidate.name,
+                candidate.max_num_batched_tokens,
+                load,
+                timeline.mean_ttft_ms,
+                timeline.ttft_percentile_ms(99),
+                timeline.prompt_tokens_per_s,
+                len(timeline.batches),
+            )
 
 
 def recommend_budget(

@@ -29,8 +29,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from isochunk.makespan import Pipeline, dominant_stages
+from isochunk.makespan import Pipeline
 from isochunk.policies import Prefill, Step
+from isochunk.stages import dominant_stages
 
 SHORT_SHARE = 0.5
 """σ: what short prompts may take of a step, and what makes a prompt short."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from isochunk.csv_table import Column, read_table
 
 
 class WorkloadError(ValueError):
@@ -92,41 +92,28 @@ def poisson(requests: Sequence[Request], rate_per_s: float, seed: int) -> OpenLo
     return OpenLoop(tuple(arrivals))
 
 
-TRACE_FIELDS = ("timestamp", "prompt_tokens", "cached_tokens")
+TRACE_COLUMNS = (
+    Column("timestamp", is_whole=False),
+    Column("prompt_tokens", least=1),
+    Column("cached_tokens"),
+)
 
 
 def read_arrivals(path: Path, num_output: int = 1) -> OpenLoop:
     """Arrivals from a CSV file with the columns timestamp [s], prompt_tokens, cached_tokens.
 
     Raises:
-        WorkloadError: a column is missing, or a value isn't a number in its range.
+        WorkloadError: the file can't be read or has no arrivals, a column is missing, or a value
+            isn't a number in its range.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in TRACE_FIELDS if name not in (reader.fieldnames or ())]
-        if missing:
+    arrivals = []
+    for place, (timestamp, prompt, cached) in read_table(path, TRACE_COLUMNS, WorkloadError):
+        if cached > prompt:
             raise WorkloadError(
-                f"{path}: column {', '.join(missing)} is missing; expected {','.join(TRACE_FIELDS)}"
+                f"{place}: cached_tokens={cached:g} exceeds prompt_tokens={prompt:g}"
             )
-        arrivals = [_arrival(f"{path}:{reader.line_num}", row, num_output) for row in reader]
+        request = Request(int(prompt), int(cached), num_output)
+        arrivals.append(Arrival(timestamp * 1000.0, request))
+    if not arrivals:
+        raise WorkloadError(f"{path}: no arrivals; expected a line a request")
     return OpenLoop(tuple(sorted(arrivals, key=lambda arrival: arrival.time_ms)))
-
-
-def _arrival(place: str, row: dict[str, str], num_output: int) -> Arrival:
-    timestamp, prompt, cached = (_number(place, name, row[name]) for name in TRACE_FIELDS)
-    if prompt < 1 or cached > prompt:
-        raise WorkloadError(
-            f"{place}: prompt_tokens={prompt:g}, cached_tokens={cached:g} must satisfy "
-            "1 <= prompt_tokens and cached_tokens <= prompt_tokens"
-        )
-    return Arrival(timestamp * 1000.0, Request(int(prompt), int(cached), num_output))
-
-
-def _number(place: str, name: str, text: str | None) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise WorkloadError(f"{place}: {name}={text!r} is not a number >= 0")
-    return value

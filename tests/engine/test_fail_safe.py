@@ -13,6 +13,8 @@ from tests.engine.worker_checks import leftovers, num_layers
 @pytest.fixture
 def vllm_log(caplog: pytest.LogCaptureFixture) -> Any:
     """Captures what the package logs through vLLM's handlers."""
+    import vllm.logger  # noqa: F401  (sets them up)
+
     logger = logging.getLogger("isochunk")
 
     class Records(logging.Handler):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isochunk.calibration import CalibrationPhase, Calibrator, slowest_stage
+from isochunk.calibration import CalibrationPhase, Calibrator
 from isochunk.chunk_plan import plan_chunks
 from isochunk.fitting import ChunkSample, FitChecks
 from isochunk.latency import LatencyModel
@@ -13,6 +13,7 @@ from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkReason, EqualLatency, Prefill, Step
 from isochunk.probes import MAX_SWEEP_SIZES, plan_probes, plan_sweep
 from isochunk.shortest_ttft import ShortestTTFT
+from isochunk.stages import slowest_stage
 
 STAGE_0 = LatencyModel(10.0, 0.001, 0.06, 2e-5)
 STAGE_1 = LatencyModel(12.0, 0.001, 0.07, 2.4e-5)

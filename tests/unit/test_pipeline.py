@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from isochunk.latency import LatencyModel
-from isochunk.makespan import Pipeline, dominant_stages, single_prefill_ms
+from isochunk.makespan import Pipeline, single_prefill_ms
 from isochunk.pipeline import EventKind, SimulationError, batch_times_ms, simulate
 from isochunk.policies import ChunkDecision, ChunkReason, FixedChunk, Prefill, Step
+from isochunk.stages import dominant_stages
 from isochunk.timeline import Piece
 from isochunk.workload import (
     Arrival,
@@ -201,8 +202,11 @@ def test_trace_file(tmp_path: Path):
     [
         ("timestamp,prompt_tokens\n1,2\n", "column cached_tokens is missing"),
         ("timestamp,prompt_tokens,cached_tokens\n1,x,0\n", r"csv:2: prompt_tokens='x'"),
-        ("timestamp,prompt_tokens,cached_tokens\n1,5,9\n", r"csv:2: prompt_tokens=5"),
+        ("timestamp,prompt_tokens,cached_tokens\n1,5,9\n", r"csv:2: cached_tokens=9"),
         ("timestamp,prompt_tokens,cached_tokens\n-1,5,0\n", r"csv:2: timestamp='-1'"),
+        ("timestamp,prompt_tokens,cached_tokens\n1,0,0\n", r"csv:2: prompt_tokens='0'"),
+        ("timestamp,prompt_tokens,cached_tokens\n1,5\n", r"csv:2: cached_tokens=None"),
+        ("timestamp,prompt_tokens,cached_tokens\n", "no arrivals"),
     ],
 )
 def test_bad_trace_names_line_and_field(tmp_path: Path, text, message):

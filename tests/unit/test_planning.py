@@ -11,7 +11,14 @@ from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
 from isochunk.plan_cli import plan
-from isochunk.planning import advise_partition, predict, recommend_budget
+from isochunk.plan_html import MAX_STEPS, pipeline_figure
+from isochunk.planning import (
+    advise_partition,
+    closed_loops,
+    poisson_loads,
+    predict,
+    recommend_budget,
+)
 from isochunk.policies import FixedChunk
 from isochunk.profile import Profile, ProfileError, load_profile, save_profile, stages_of
 from isochunk.samples import SamplesError, fit_samples, read_samples
@@ -23,14 +30,36 @@ PIPELINE = Pipeline((MODEL,) * 4)
 
 
 def test_auto_is_the_best_row():
-    rows = list(predict(PIPELINE, [32768], [1, 4], 32768, 64))
-    for concurrency in (1, 4):
-        chosen = {r.name: r for r in rows if r.concurrency == concurrency}
+    loads = closed_loops([32768], [1, 4])
+    rows = list(predict(PIPELINE, loads, 32768, 64))
+    for load in loads:
+        chosen = {r.name: r for r in rows if r.load is load}
         auto = chosen.pop("auto")
         assert "fixed 1024" in chosen
         assert "equal-latency" in chosen
         assert all(auto.ttft_ms < other.ttft_ms for other in chosen.values())
         assert all(auto.prompt_tokens_per_s > r.prompt_tokens_per_s for r in chosen.values())
+
+
+def test_poisson_load_waits_the_longer_the_more_often_prompts_come():
+    rows = list(predict(PIPELINE, poisson_loads([8192, 16384], [0.1, 3.0]), 8192, 64))
+    seldom, often = (
+        {r.name: r for r in rows if f" {rate} req" in r.load.title} for rate in (0.1, 3)
+    )
+    alone = {r.name: r for r in predict(PIPELINE, closed_loops([8192, 16384], [1]), 8192, 64)}
+    for name in ("auto", "fixed 8192"):
+        assert seldom[name].ttft_ms < often[name].ttft_ms < often[name].p99_ttft_ms
+        assert seldom[name].ttft_ms < 1.2 * alone[name].ttft_ms  # mostly alone
+    assert often["auto"].ttft_ms < min(often[f"fixed {size}"].ttft_ms for size in (1024, 8192))
+
+
+def test_long_timelines_are_drawn_in_part():
+    load = closed_loops([8192], [1], num_output=2 * MAX_STEPS)[0]
+    timeline = simulate(PIPELINE, FixedChunk(), load.workload, 2048)
+    assert len(timeline.batches) > MAX_STEPS
+    figure = pipeline_figure([("fixed", timeline)])
+    assert all(len(bars.x) == MAX_STEPS for bars in figure.data)
+    assert f"the first {MAX_STEPS} shown" in figure.layout.annotations[0].text
 
 
 def test_recommended_budget_is_the_smallest_that_costs_nothing():
@@ -148,6 +177,7 @@ def test_samples_are_fitted_by_stage(tmp_path: Path):
         ("stage,num_cached\n", "column num_new, latency_ms is missing"),
         ("stage,num_cached,num_new,latency_ms\n0,0,0,5\n", r"csv:2: num_new='0'"),
         ("stage,num_cached,num_new,latency_ms\n0,0,1,nan\n", r"csv:2: latency_ms='nan'"),
+        ("stage,num_cached,num_new,latency_ms\n0,0,1.5,3\n", "num_new='1.5' is not a whole number"),
         ("stage,num_cached,num_new,latency_ms\n1,0,1,5\n", r"stage=\[1\] must be numbered"),
         ("stage,num_cached,num_new,latency_ms\n", r"stage=\[\] must be numbered"),
     ],
@@ -211,6 +241,28 @@ def test_plan_command_from_profile_and_samples(tmp_path: Path):
         assert "auto" in output
 
 
+def test_plan_command_for_random_and_recorded_arrivals(tmp_path: Path):
+    path = tmp_path / "day.csv"
+    path.write_text("timestamp,prompt_tokens,cached_tokens\n0,9000,0\n0.2,30000,16384\n9,500,0\n")
+    html, trace = tmp_path / "t.html", tmp_path / "t.json"
+    code, output = invoke(
+        "--stage-ms-per-1k", "50", "--arrivals", str(path), "--output-tokens", "3",
+        "--html", str(html), "--trace", str(trace),
+    )  # fmt: skip
+    assert code == 0, output
+    assert "3 requests of day.csv" in output
+    assert "p99 TTFT" in output
+    assert "stages idle" in html.read_text()
+    assert "30000" in trace.read_text()  # 13616 tokens after 16384 cached ones end there
+    code, output = invoke(
+        "--stage-ms-per-1k", "50", "--rate", "0.5", "--rate", "2", "--prompt-tokens", "4096"
+    )
+    assert code == 0, output
+    assert "4096 tokens, 0.5 requests/s" in output
+    assert "4096 tokens, 2 requests/s" in output
+    assert "concurrency" not in output
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -220,6 +272,12 @@ def test_plan_command_from_profile_and_samples(tmp_path: Path):
         (("--stage-ms-per-1k", "5", "--layers", "1,x"), "--layers='1,x'"),
         (("--stage-ms-per-1k", "5", "--layers", "1,1,1"), "must be 2 numbers"),
         (("--stage-ms-per-1k", "-5"), "token_ms"),
+        (("--stage-ms-per-1k", "5", "--rate", "0"), "rate_per_s=0"),
+        (("--stage-ms-per-1k", "5", "--arrivals", "/no.csv"), "/no.csv: can't be read"),
+        (
+            ("--stage-ms-per-1k", "5", "--arrivals", "/no.csv", "--rate", "2"),
+            "leave out --prompt-tokens",
+        ),
     ],
 )
 def test_plan_command_names_what_is_wrong(args, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -42,6 +42,10 @@ def bench(
     max_model_len: Annotated[int | None, typer.Option(min=1)] = None,
     dtype: Annotated[str, typer.Option()] = "auto",
     enforce_eager: Annotated[bool, typer.Option()] = True,
+    max_fit_error: Annotated[
+        float | None,
+        typer.Option(min=0.001, max=0.5, help="The setting of that name, for a noisy machine."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Directory for the results.")] = Path("bench-out"),
 ) -> None:
     """Compare TTFT and throughput of fixed sizes, equal-latency and auto on the real engine."""
@@ -73,9 +77,13 @@ def bench(
         "max_num_seqs": 64,
     }
     # "auto" calibrates; the equal-latency rule is then made from the same models.
-    settings = {"policy": "auto", "min_chunk_size": min(4096, max_num_batched_tokens // 4)}
-    engine = BenchEngine(model, settings, options)
+    smallest = min(4096, max_num_batched_tokens // 4)
+    settings: dict[str, Any] = {"policy": "auto", "min_chunk_size": smallest}
+    if max_fit_error is not None:
+        settings["max_fit_error"] = max_fit_error
+    engine = None
     try:
+        engine = BenchEngine(model, settings, options)
         console.print(f"calibrated after {engine.calibrate(max(lengths))} prompts")
         with Progress(
             TextColumn("{task.description}"),
@@ -98,7 +106,8 @@ def bench(
         console.print(f"isochunk bench: {error}", markup=False)
         raise typer.Exit(1) from error
     finally:
-        engine.close()
+        if engine is not None:
+            engine.close()
     for comparison in comparisons:
         table = Table(*HEADER, title=str(comparison.cell))
         for row in table_rows(comparison):

@@ -67,6 +67,7 @@ class BenchEngine:
         self._next_id = 0
         self._policies: dict[str, ChunkPolicy] = {}
         if self._scheduler._adapter is None:
+            self.close()
             raise BenchError("dynamic chunking is off on this engine; the log says why")
         self.budget: int = self._scheduler.max_num_scheduled_tokens
         self.controller: ChunkController = self._scheduler._adapter.controller

@@ -45,7 +45,7 @@ def attach(scheduler: Any, executor: Any, can_spare: bool) -> Adapter | None:
             executor.collective_rpc(worker.uninstall)
         logger.warning("Dynamic chunking is off, chunks stay fixed: %s", reason)
         metrics.export_off(reason)
-    warm_up_cpu_pipeline(scheduler)
+    warm_up_cpu_pipeline(scheduler, executor)
     return None
 
 
@@ -85,7 +85,7 @@ class Adapter:
             sizes = plan_sweep(budget, alignment)
             self.controller.add_sweep(executor.collective_rpc(worker.sweep, args=(sizes,)))
         else:
-            warm_up_cpu_pipeline(scheduler)
+            warm_up_cpu_pipeline(scheduler, executor)
         self._stop_timing_if_done()
 
     @property

@@ -60,13 +60,12 @@ def find_engine_core() -> Any:
     return None
 
 
-def warm_up_cpu_pipeline(scheduler: Any) -> None:
+def warm_up_cpu_pipeline(scheduler: Any, executor: Any) -> None:
     """One dummy forward per rank of a CPU pipeline that has no startup sweep.
 
     In eager mode vLLM 0.32's CPU worker runs none, so PP ranks > 0 have no receive buffers and
     die on ``assert self.intermediate_tensors is not None`` at the first request.
     """
     pp = scheduler.vllm_config.parallel_config.pipeline_parallel_size
-    core = find_engine_core() if current_platform.is_cpu() and pp > 1 else None
-    if core is not None:
-        core.model_executor.collective_rpc(worker.warm_up)
+    if executor is not None and current_platform.is_cpu() and pp > 1:
+        executor.collective_rpc(worker.warm_up)

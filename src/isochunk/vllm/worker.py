@@ -38,9 +38,10 @@ def install(worker: Any) -> str | None:
         return f"the model class {type(model).__name__} bypasses forward hooks"
     if not hasattr(runner, "_dummy_run"):
         return f"the model runner {type(runner).__name__} has no _dummy_run for the startup sweep"
+    make_event = partial(torch.Event, enable_timing=True)
     on_cpu = torch.device(runner.device).type == "cpu"
-    clock = DeviceClock(partial(torch.Event, enable_timing=True), torch.accelerator.synchronize)
-    timer = StageTimer(model, HostClock() if on_cpu else clock)
+    clock = HostClock() if on_cpu else DeviceClock(make_event, torch.accelerator.synchronize)
+    timer = StageTimer(model, clock)
     execute_model = runner.execute_model
 
     def tagged_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
