@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,30 +11,32 @@ from tests.engine.conftest import random_prompt
 from tests.engine.worker_checks import leftovers, num_layers
 
 
+class Records:
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def about_chunking(self) -> list[str]:
+        return [m for m in self.messages if m.startswith("Dynamic chunking")]
+
+
 @pytest.fixture
-def vllm_log(caplog: pytest.LogCaptureFixture) -> Any:
-    """Captures what the package logs through vLLM's handlers."""
-    import vllm.logger  # noqa: F401  (sets them up)
+def vllm_log() -> Iterator[Records]:
+    """Takes notes as records are made: vLLM sets up its handlers anew when it starts."""
+    records, make_record = Records(), logging.getLogRecordFactory()
 
-    logger = logging.getLogger("isochunk")
+    def noting_factory(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(name, *args, **kwargs)
+        if name.partition(".")[0] == "isochunk":
+            records.messages.append(record.getMessage())
+        return record
 
-    class Records(logging.Handler):
-        def __init__(self) -> None:
-            super().__init__()
-            self.messages: list[str] = []
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.messages.append(record.getMessage())
-
-        def about_chunking(self) -> list[str]:
-            return [m for m in self.messages if m.startswith("Dynamic chunking")]
-
-    records = Records()
-    handlers = logging.getLogger("vllm").handlers
-    handlers.append(records)
+    logging.setLogRecordFactory(noting_factory)
     yield records
-    handlers.remove(records)
-    assert logger.handlers is handlers
+    logging.setLogRecordFactory(make_record)
+    # It comes out where vLLM's own lines do.
+    assert logging.getLogger("isochunk").handlers is logging.getLogger("vllm").handlers
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def vllm_log(caplog: pytest.LogCaptureFixture) -> Any:
     ],
 )
 def test_keeps_fixed_chunks_and_says_why(
-    make_engine: Any, vllm_log: Any, settings: dict, options: dict, reason: str
+    make_engine: Any, vllm_log: Records, settings: dict, options: dict, reason: str
 ) -> None:
     with make_engine(settings, **options) as engine:
         assert engine.scheduler._adapter is None
@@ -70,7 +73,7 @@ def test_raising_sweep_fails_startup_with_that_error(make_engine: Any) -> None:
 
 
 def test_uneven_partition_shows_in_the_stage_models(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, vllm_log: Any
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, vllm_log: Records
 ) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "5,3")
     with make_engine(max_num_seqs=1) as engine:
@@ -85,7 +88,7 @@ def test_uneven_partition_shows_in_the_stage_models(
         assert "stage 0 of 2 (the slowest)" in installed[0]
 
 
-def test_fault_of_ours_leaves_the_engine_running(make_engine: Any, vllm_log: Any) -> None:
+def test_fault_of_ours_leaves_the_engine_running(make_engine: Any, vllm_log: Records) -> None:
     """Whatever breaks in sizing, timing or fitting: logged once, then stock chunking."""
     with make_engine() as engine:
         expected = engine.generate([random_prompt(4000, seed=2)], fixed=True, max_tokens=4)
