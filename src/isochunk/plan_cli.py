@@ -159,7 +159,7 @@ def _loads(
 def _table(title: str, rows: list[Prediction]) -> Table:
     best_fixed = min(row.ttft_ms for row in rows if row.name.startswith("fixed"))
     table = Table(title=title, title_justify="left")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for column in ("steps", "mean TTFT (s)", "/ best fixed", "p99 TTFT (s)", "prompt tok/s"):
         table.add_column(column, justify="right")
     for row in rows:

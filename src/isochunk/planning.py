@@ -82,8 +82,12 @@ def poisson_loads(
     rng = random.Random(0)
     requests = [Request(rng.choice(num_prompts), 0, num_output) for _ in range(POISSON_REQUESTS)]
     lengths = "/".join(map(str, num_prompts))
+    mean = sum(request.num_prompt for request in requests) / len(requests)
     return [
-        Load(f"{lengths} tokens, {rate:g} requests/s", poisson(requests, rate, seed=0))
+        Load(
+            f"{lengths} tokens, {rate:g} requests/s: {rate * mean:.0f} tok/s come in",
+            poisson(requests, rate, seed=0),
+        )
         for rate in rates_per_s
     ]
 
