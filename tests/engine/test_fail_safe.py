@@ -101,3 +101,7 @@ def test_fault_of_ours_leaves_the_engine_running(make_engine: Any, vllm_log: Rec
         assert engine.scheduler._adapter is None
         failed = [m for m in vllm_log.about_chunking() if "failed" in m]
         assert len(failed) == 1
+        assert all(
+            queue._spin_condition.busy_loop_s == 1
+            for queue in engine.core.model_executor.response_mqs
+        )

@@ -39,14 +39,14 @@ def test_rows_compare_with_the_best_fixed_size() -> None:
 
 def test_files_keep_every_number(tmp_path: Path) -> None:
     write_results(tmp_path / "out", [COMPARISON], "a machine", "<html>page</html>")
-    saved = json.loads((tmp_path / "out" / "bench.json").read_text())
+    saved = json.loads((tmp_path / "out" / "bench.json").read_text("utf-8"))
     assert saved["description"] == "a machine"
     (result,) = saved["results"]
     assert result["best_fixed"] == "fixed:2048"
     assert [m["policy"] for m in result["measurements"]] == ["fixed:512", "fixed:2048", "auto"]
     assert result["measurements"][2]["ttfts_s"] == [0.9 * ttft for ttft in FAST]
     assert result["ttft_by_round"]["auto"]["median"] == 0.9
-    markdown = (tmp_path / "out" / "bench.md").read_text()
+    markdown = (tmp_path / "out" / "bench.md").read_text("utf-8")
     assert markdown == to_markdown([COMPARISON], "a machine")
     assert "### 16384 tokens, concurrency 1" in markdown
     assert markdown.count("| auto |") == 1

@@ -18,7 +18,9 @@ class PairedRatio:
 
     A machine that becomes slower or faster between rounds changes both times, so their ratio is
     steadier than either. The bounds are the sign test's: order statistics, right in at least 90 %
-    of cases whatever the noise. Fewer than 5 rounds bound nothing: None.
+    of cases for independent rounds, whatever their noise. Fewer than 5 rounds bound nothing: None.
+    ``others`` that were chosen as the best from the same rounds had luck: the ratio is then rather
+    too high.
     """
 
     median: float

@@ -98,7 +98,7 @@ def compare(
     """Measure every policy in every cell, interleaved: a round runs each policy once.
 
     The first run of a cell is a warm-up and not counted. The order of policies rotates from
-    round to round, so that none always follows the same other one.
+    round to round, so that each comes first, and last, as often as any other.
     """
     comparisons = []
     for cell in cells:
@@ -250,6 +250,6 @@ def write_results(
 ) -> None:
     """``bench.json``, ``bench.md`` and ``bench.html``."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "bench.json").write_text(to_json(comparisons, description))
-    (out / "bench.md").write_text(to_markdown(comparisons, description))
-    (out / "bench.html").write_text(html)
+    (out / "bench.json").write_text(to_json(comparisons, description), "utf-8")
+    (out / "bench.md").write_text(to_markdown(comparisons, description), "utf-8")
+    (out / "bench.html").write_text(html, "utf-8")

@@ -1,12 +1,13 @@
 """The one patch: a batch more in flight while a prefill is alone, see ``wants_spare_batch``.
 
-Two attributes of EngineCore change (``batch_queue``, ``batch_queue_size``), nothing is replaced
-or copied. Without them, or where another depth could matter, all stays as vLLM has it. With
-decodes around the usual depth holds: one more would split them into more groups.
+Two attributes of EngineCore change (``batch_queue``, ``batch_queue_size``) and one of its result
+queues (``busy_loop_s``); nothing is replaced or copied. Without them, or where another depth could
+matter, all stays as vLLM has it. With decodes around the usual depth holds: one more would split
+them into more groups.
 
-The engine core awaits results by spinning, to notice them at once. That takes time from the
-stages where they have all cores, and a spare batch makes a late notice harmless: so while there
-is one, it awaits vLLM's notification, as vLLM itself does after a second without a result.
+The engine core awaits results by spinning for a second, to notice them at once. That takes time
+from the stages where they have all cores, and a spare batch makes a late notice harmless: so while
+there is one, it sleeps sooner until vLLM's notification.
 
 CPUs only. On accelerators the runners copy a step's inputs from host buffers that they reuse,
 and what keeps a step from overwriting those of one that hasn't read them is how few are in
@@ -22,6 +23,9 @@ from typing import Any
 # Caches whose memory isn't reserved by the usual number of batches in flight, as that of
 # sliding windows is.
 KV_CACHES = {"FullAttentionSpec", "MLAAttentionSpec"}
+# Each batch brings two messages, and vLLM's socket drops the notification of one that follows
+# another within 1.5 ms: spin for longer than that after each.
+SPIN_S = 0.01
 
 
 class BatchQueue:
@@ -66,7 +70,7 @@ class BatchQueue:
         """While a step schedules: whether one batch more is to be in flight from now on."""
         self._wants_spare = is_wanted
         for wait, busy_loop_s in self._spins:
-            wait.busy_loop_s = 0.0 if is_wanted else busy_loop_s
+            wait.busy_loop_s = min(SPIN_S, busy_loop_s) if is_wanted else busy_loop_s
         if self._is_wide and (is_wanted or len(self._core.batch_queue) < self._num_usual):
             self._core.batch_queue_size = self._num_usual + is_wanted
 
