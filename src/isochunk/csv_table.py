@@ -14,6 +14,7 @@ class Column(NamedTuple):
 
     name: str
     least: float = 0
+    most: float = math.inf
     is_whole: bool = True
 
 
@@ -56,8 +57,9 @@ def _number(place: str, column: Column, text: str | None, error: type[ValueError
         value = float(text or "")
     except ValueError:
         value = math.nan
-    is_valid = math.isfinite(value) and value >= column.least
+    is_valid = math.isfinite(value) and column.least <= value <= column.most
     if not is_valid or (column.is_whole and value != int(value)):
         kind = "a whole number" if column.is_whole else "a number"
-        raise error(f"{place}: {column.name}={text!r} is not {kind} >= {column.least:g}")
+        bounds = f" and <= {column.most:g}" if column.most < math.inf else ""
+        raise error(f"{place}: {column.name}={text!r} is not {kind} >= {column.least:g}{bounds}")
     return value

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -33,6 +34,7 @@ from isochunk.trace_export import write_trace
 from isochunk.workload import read_arrivals
 
 DEFAULT_PROMPTS = [8192, 32768, 131072]
+MIN_RATE, MAX_RATE = 1e-4, 1e4
 
 
 def plan(
@@ -101,7 +103,9 @@ def plan(
         budget = max_num_batched_tokens or source.budget
         if pp is not None and pp != pipeline.num_stages:
             raise ValueError(f"--pp={pp}, but the models are of {pipeline.num_stages} stages")
-        layer_counts = parse_layers(layers, pipeline.num_stages) if layers else source.layers
+        layer_counts = source.layers
+        if layers is not None:
+            layer_counts = parse_layers(layers, pipeline.num_stages)
     except ValueError as error:
         typer.echo(f"isochunk plan: {error}", err=True)
         raise typer.Exit(2) from error
@@ -109,12 +113,21 @@ def plan(
         console.print(f"stage {stage}: {report}", markup=False, highlight=False)
     total = len(loads) * len(candidates(pipeline, budget, alignment))
     with Progress(
-        TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), console=console, transient=True
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
     ) as progress:
-        rows = list(progress.track(predict(pipeline, loads, budget, alignment), total=total))
+        rows = list(
+            progress.track(
+                predict(pipeline, loads, budget, alignment), total=total, description="simulating"
+            )
+        )
+        progress.add_task("comparing budgets", total=None)
+        advice = recommend_budget(pipeline, rows, budget, alignment)
     for load in loads:
         console.print(_table(load.title, [row for row in rows if row.load is load]))
-    advice = recommend_budget(pipeline, prompts, budget, alignment)
     console.print(f"Recommended: --max-num-batched-tokens {advice} with policy auto", markup=False)
     if layer_counts is not None:
         partition = advise_partition(pipeline.stages, layer_counts, max(prompts) // 2, advice)
@@ -127,7 +140,11 @@ def plan(
         console.print(f"Layer partition: {verdict}", markup=False, highlight=False)
     if trace is not None or html is not None:
         chosen = [row for row in rows if row.load is drawn]
-        _draw(source, budget, chosen, trace=trace, html=html)
+        try:
+            _draw(source, budget, chosen, trace=trace, html=html)
+        except OSError as error:
+            typer.echo(f"isochunk plan: can't be written: {error}", err=True)
+            raise typer.Exit(1) from error
         console.print("Wrote", *(str(path) for path in (trace, html) if path is not None))
 
 
@@ -146,10 +163,13 @@ def _loads(
                 "--concurrency and --rate"
             )
         trace = read_arrivals(arrivals, output_tokens)
-        load = Load(f"{len(trace.arrivals)} requests of {arrivals.name}", trace)
+        load = Load(f"requests of {escape(arrivals.name)}: {len(trace.arrivals)}", trace)
         return sorted({arrival.request.num_prompt for arrival in trace.arrivals}), [load], load
     prompts = sorted(set(prompt_tokens or DEFAULT_PROMPTS))
     rates = sorted(set(rate or []))
+    for value in rates:
+        if not MIN_RATE <= value <= MAX_RATE:
+            raise ValueError(f"--rate={value} must be {MIN_RATE:g} to {MAX_RATE:g} requests/s")
     concurrencies = sorted(set(concurrency or ([] if rates else [1])))
     loops = closed_loops(prompts, concurrencies, output_tokens)
     loads = [*loops, *poisson_loads(prompts, rates, output_tokens)]

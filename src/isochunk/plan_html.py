@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,18 +19,22 @@ MAX_STEPS = 500
 
 def pipeline_figure(timelines: Sequence[tuple[str, Timeline]]) -> go.Figure:
     """One panel a timeline, on a common time axis; gaps between the bars are bubbles."""
+    # All panels end at the same time, or one would seem to be idle from its last step on.
+    long = [t.batches for _, t in timelines if len(t.batches) > MAX_STEPS]
+    until_ms = min((batches[MAX_STEPS].scheduled_ms for batches in long), default=math.inf)
     titles = [
-        f"{name}: {timeline.makespan_ms / 1000:.3f} s, {len(timeline.batches)} steps"
-        f"{f' (the first {MAX_STEPS} shown)' if len(timeline.batches) > MAX_STEPS else ''}, "
+        f"{name}: {timeline.makespan_ms / 1000:.3f} s, {len(timeline.batches)} steps, "
         f"stages idle {100 * _idle(timeline):.0f} %"
+        f"{f' (the first {until_ms / 1000:.1f} s shown)' if long else ''}"
         for name, timeline in timelines
     ]
     figure = make_subplots(
         rows=len(timelines), cols=1, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.12
     )
     for row, (_, timeline) in enumerate(timelines, start=1):
+        shown = [batch for batch in timeline.batches if batch.scheduled_ms < until_ms]
         for stage in range(timeline.pipeline.num_stages):
-            figure.add_trace(_bars(timeline.batches[:MAX_STEPS], stage), row=row, col=1)
+            figure.add_trace(_bars(shown, stage), row=row, col=1)
         figure.update_yaxes(autorange="reversed", row=row, col=1)
     figure.update_xaxes(title_text="time [s]", row=len(timelines), col=1)
     stages = max(timeline.pipeline.num_stages for _, timeline in timelines)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isochunk.chunk_plan import FIXED_SIZES, plan_chunks
+from isochunk.chunk_plan import FIXED_SIZES
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
@@ -85,7 +85,8 @@ def poisson_loads(
     mean = sum(request.num_prompt for request in requests) / len(requests)
     return [
         Load(
-            f"{lengths} tokens, {rate:g} requests/s: {rate * mean:.0f} tok/s come in",
+            f"{POISSON_REQUESTS} requests of {lengths} tokens, {rate:g} requests/s: "
+            f"{rate * mean:.0f} tok/s come in",
             poisson(requests, rate, seed=0),
         )
         for rate in rates_per_s
@@ -135,22 +136,28 @@ def predict(
 
 
 def recommend_budget(
-    pipeline: Pipeline, num_prompts: Sequence[int], max_budget: int, alignment: int
+    pipeline: Pipeline, predictions: Sequence[Prediction], max_budget: int, alignment: int
 ) -> int:
-    """The smallest ``max_num_batched_tokens`` that costs no prompt more than 1 % of its TTFT.
+    """The smallest ``max_num_batched_tokens`` that costs ``auto`` at most 1 % of its mean TTFT.
 
-    TTFT is that of ``auto``, which never needs the whole budget; a smaller one saves
-    activation memory.
+    On every load of ``predictions``, which are for ``max_budget``. A smaller budget saves
+    activation memory; under load, steps may need a larger one than a prompt alone.
     """
-
-    def ttfts(budget: int) -> list[float]:
-        return [plan_chunks(pipeline, 0, n, budget, alignment).makespan_ms for n in num_prompts]
-
-    sizes = sorted({size for size in FIXED_SIZES if size < max_budget} | {max_budget})
-    best = ttfts(max_budget)
+    autos = [row for row in predictions if row.name == "auto"]
+    sizes: list[int] = sorted(size for size in FIXED_SIZES if size < max_budget)
     for size in sizes:
-        pairs = zip(ttfts(size), best, strict=True)
-        if all(ttft <= (1 + BUDGET_TOLERANCE) * least for ttft, least in pairs):
+        timelines = (
+            run_candidate(
+                pipeline,
+                Candidate("auto", size, ShortestTTFT(pipeline, size, alignment)),
+                row.load,
+            )
+            for row in autos
+        )
+        if all(
+            timeline.mean_ttft_ms <= (1 + BUDGET_TOLERANCE) * row.ttft_ms
+            for timeline, row in zip(timelines, autos, strict=True)
+        ):
             return size
     return max_budget
 

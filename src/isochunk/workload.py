@@ -92,15 +92,19 @@ def poisson(requests: Sequence[Request], rate_per_s: float, seed: int) -> OpenLo
     return OpenLoop(tuple(arrivals))
 
 
+MAX_PROMPT = 10_000_000
+"""[tokens] More is a mistake, such as a timestamp in the wrong column."""
 TRACE_COLUMNS = (
     Column("timestamp", is_whole=False),
-    Column("prompt_tokens", least=1),
+    Column("prompt_tokens", least=1, most=MAX_PROMPT),
     Column("cached_tokens"),
 )
 
 
 def read_arrivals(path: Path, num_output: int = 1) -> OpenLoop:
     """Arrivals from a CSV file with the columns timestamp [s], prompt_tokens, cached_tokens.
+
+    In any order; the first one comes at time 0, so that timestamps may be any clock's.
 
     Raises:
         WorkloadError: the file can't be read or has no arrivals, a column is missing, or a value
@@ -116,4 +120,6 @@ def read_arrivals(path: Path, num_output: int = 1) -> OpenLoop:
         arrivals.append(Arrival(timestamp * 1000.0, request))
     if not arrivals:
         raise WorkloadError(f"{path}: no arrivals; expected a line a request")
-    return OpenLoop(tuple(sorted(arrivals, key=lambda arrival: arrival.time_ms)))
+    arrivals.sort(key=lambda arrival: arrival.time_ms)
+    start_ms = arrivals[0].time_ms
+    return OpenLoop(tuple(Arrival(time_ms - start_ms, request) for time_ms, request in arrivals))

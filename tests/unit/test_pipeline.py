@@ -192,8 +192,8 @@ def test_trace_file(tmp_path: Path):
     path = tmp_path / "trace.csv"
     path.write_text("timestamp,prompt_tokens,cached_tokens\n1.5,100,64\n0.5,10,0\n")
     assert read_arrivals(path).arrivals == (
-        Arrival(500.0, Request(10, 0)),
-        Arrival(1500.0, Request(100, 64)),
+        Arrival(0.0, Request(10, 0)),
+        Arrival(1000.0, Request(100, 64)),
     )
 
 
@@ -206,6 +206,7 @@ def test_trace_file(tmp_path: Path):
         ("timestamp,prompt_tokens,cached_tokens\n-1,5,0\n", r"csv:2: timestamp='-1'"),
         ("timestamp,prompt_tokens,cached_tokens\n1,0,0\n", r"csv:2: prompt_tokens='0'"),
         ("timestamp,prompt_tokens,cached_tokens\n1,5\n", r"csv:2: cached_tokens=None"),
+        ("timestamp,prompt_tokens,cached_tokens\n1,1e300,0\n", "prompt_tokens='1e300' is not"),
         ("timestamp,prompt_tokens,cached_tokens\n", "no arrivals"),
     ],
 )

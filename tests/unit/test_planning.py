@@ -13,6 +13,7 @@ from isochunk.pipeline import simulate
 from isochunk.plan_cli import plan
 from isochunk.plan_html import MAX_STEPS, pipeline_figure
 from isochunk.planning import (
+    Load,
     advise_partition,
     closed_loops,
     poisson_loads,
@@ -53,20 +54,49 @@ def test_poisson_load_waits_the_longer_the_more_often_prompts_come():
     assert often["auto"].ttft_ms < min(often[f"fixed {size}"].ttft_ms for size in (1024, 8192))
 
 
-def test_long_timelines_are_drawn_in_part():
-    load = closed_loops([8192], [1], num_output=2 * MAX_STEPS)[0]
-    timeline = simulate(PIPELINE, FixedChunk(), load.workload, 2048)
-    assert len(timeline.batches) > MAX_STEPS
-    figure = pipeline_figure([("fixed", timeline)])
-    assert all(len(bars.x) == MAX_STEPS for bars in figure.data)
-    assert f"the first {MAX_STEPS} shown" in figure.layout.annotations[0].text
+def test_long_timelines_are_drawn_until_the_same_time():
+    timelines = []
+    for size in (128, 8192):
+        load = closed_loops([MAX_STEPS * 300], [1])[0]
+        timelines.append((f"{size}", simulate(PIPELINE, FixedChunk(), load.workload, size)))
+    fine, coarse = (timeline.batches for _, timeline in timelines)
+    assert len(fine) > MAX_STEPS > len(coarse)
+    figure = pipeline_figure(timelines)
+    bars = list(figure.data)
+    assert [len(bar.x) for bar in bars[:4]] == [MAX_STEPS] * 4
+    until_s = fine[MAX_STEPS].scheduled_ms / 1000
+    shown = sum(batch.scheduled_ms / 1000 < until_s for batch in coarse)
+    assert 0 < shown < len(coarse)
+    assert [len(bar.x) for bar in bars[4:]] == [shown] * 4
+    titles = [annotation.text for annotation in figure.layout.annotations]
+    assert all(f"the first {until_s:.1f} s shown" in title for title in titles)
+    short = pipeline_figure(timelines[1:])
+    assert [len(bar.x) for bar in short.data] == [len(coarse)] * 4
+    assert "shown" not in short.layout.annotations[0].text
+
+
+def recommended(pipeline: Pipeline, loads: list[Load], budget: int) -> int:
+    rows = list(predict(pipeline, loads, budget, 64))
+    return recommend_budget(pipeline, rows, budget, 64)
 
 
 def test_recommended_budget_is_the_smallest_that_costs_nothing():
-    assert recommend_budget(PIPELINE, [32768], 32768, 64) == 2048
+    alone = closed_loops([32768], [1])
+    assert recommended(PIPELINE, alone, 32768) == 2048
     # One stage: the fewer chunks the better, but two cost less than 1 % more than one.
-    assert recommend_budget(Pipeline((MODEL,)), [32768], 32768, 64) == 16384
-    assert recommend_budget(PIPELINE, [32768], 700, 64) == 700
+    assert recommended(Pipeline((MODEL,)), alone, 32768) == 16384
+    assert recommended(PIPELINE, alone, 700) == 700
+
+
+def test_recommended_budget_holds_for_every_load():
+    """Under load a step may need more tokens than a prompt alone."""
+    alone, busy = closed_loops([4096], [1]), poisson_loads([4096], [8.0])
+    assert recommended(PIPELINE, alone, 4096) == 1024
+    size = recommended(PIPELINE, [*alone, *busy], 4096)
+    assert size > 1024
+    rows = list(predict(PIPELINE, busy, 4096, 64))
+    at_size = list(predict(PIPELINE, busy, size, 64))
+    assert at_size[-1].ttft_ms <= 1.01 * rows[-1].ttft_ms
 
 
 def scaled(factor: float, extra_ms: float = 0.0) -> LatencyModel:
@@ -250,7 +280,7 @@ def test_plan_command_for_random_and_recorded_arrivals(tmp_path: Path):
         "--html", str(html), "--trace", str(trace),
     )  # fmt: skip
     assert code == 0, output
-    assert "3 requests of day.csv" in output
+    assert "requests of day.csv: 3" in output
     assert "p99 TTFT" in output
     assert "stages idle" in html.read_text()
     assert "30000" in trace.read_text()  # 13616 tokens after 16384 cached ones end there
@@ -258,9 +288,22 @@ def test_plan_command_for_random_and_recorded_arrivals(tmp_path: Path):
         "--stage-ms-per-1k", "50", "--rate", "0.5", "--rate", "2", "--prompt-tokens", "4096"
     )
     assert code == 0, output
-    assert "4096 tokens, 0.5 requests/s" in output
-    assert "4096 tokens, 2 requests/s" in output
+    assert "200 requests of 4096 tokens, 0.5 requests/s: 2048 tok/s come in" in output
+    assert "200 requests of 4096 tokens, 2 requests/s: 8192 tok/s come in" in output
     assert "concurrency" not in output
+
+
+def test_plan_command_says_where_it_cannot_write(tmp_path: Path):
+    code, output = invoke(
+        "--stage-ms-per-1k",
+        "5",
+        "--prompt-tokens",
+        "999",
+        "--html",
+        str(tmp_path / "no" / "t.html"),
+    )
+    assert code == 1
+    assert "can't be written" in output
 
 
 @pytest.mark.parametrize(
@@ -272,7 +315,9 @@ def test_plan_command_for_random_and_recorded_arrivals(tmp_path: Path):
         (("--stage-ms-per-1k", "5", "--layers", "1,x"), "--layers='1,x'"),
         (("--stage-ms-per-1k", "5", "--layers", "1,1,1"), "must be 2 numbers"),
         (("--stage-ms-per-1k", "-5"), "token_ms"),
-        (("--stage-ms-per-1k", "5", "--rate", "0"), "rate_per_s=0"),
+        (("--stage-ms-per-1k", "5", "--rate", "0"), "--rate=0.0 must be 0.0001 to 10000"),
+        (("--stage-ms-per-1k", "5", "--rate", "nan"), "--rate=nan must be"),
+        (("--stage-ms-per-1k", "5", "--layers", ""), "--layers=''"),
         (("--stage-ms-per-1k", "5", "--arrivals", "/no.csv"), "/no.csv: can't be read"),
         (
             ("--stage-ms-per-1k", "5", "--arrivals", "/no.csv", "--rate", "2"),
