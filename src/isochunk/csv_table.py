@@ -40,14 +40,12 @@ def read_table(path: Path, columns: Sequence[Column], error: type[ValueError]) -
                 raise error(
                     f"{path}: column {', '.join(missing)} is missing; expected {','.join(names)}"
                 )
-            return [
-                Row(
-                    place,
-                    tuple(_number(place, column, row[column.name], error) for column in columns),
-                )
-                for row in reader
-                if (place := f"{path}:{reader.line_num}")
-            ]
+            rows = []
+            for row in reader:
+                place = f"{path}:{reader.line_num}"
+                numbers = (_number(place, column, row[column.name], error) for column in columns)
+                rows.append(Row(place, tuple(numbers)))
+            return rows
     except (OSError, UnicodeDecodeError, csv.Error) as fault:
         raise error(f"{path}: can't be read: {fault}") from fault
 

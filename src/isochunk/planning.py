@@ -108,8 +108,12 @@ def candidates(
             alignment=alignment,
         )
         found.append(Candidate("equal-latency", budget, equal))
-    found.append(Candidate("auto", budget, ShortestTTFT(pipeline, budget, alignment)))
+    found.append(_auto(pipeline, budget, alignment))
     return found
+
+
+def _auto(pipeline: Pipeline, budget: int, alignment: int) -> Candidate:
+    return Candidate("auto", budget, ShortestTTFT(pipeline, budget, alignment))
 
 
 def run_candidate(pipeline: Pipeline, candidate: Candidate, load: Load) -> Timeline:
@@ -146,17 +150,10 @@ def recommend_budget(
     autos = [row for row in predictions if row.name == "auto"]
     sizes: list[int] = sorted(size for size in FIXED_SIZES if size < max_budget)
     for size in sizes:
-        timelines = (
-            run_candidate(
-                pipeline,
-                Candidate("auto", size, ShortestTTFT(pipeline, size, alignment)),
-                row.load,
-            )
-            for row in autos
-        )
         if all(
-            timeline.mean_ttft_ms <= (1 + BUDGET_TOLERANCE) * row.ttft_ms
-            for timeline, row in zip(timelines, autos, strict=True)
+            run_candidate(pipeline, _auto(pipeline, size, alignment), row.load).mean_ttft_ms
+            <= (1 + BUDGET_TOLERANCE) * row.ttft_ms
+            for row in autos
         ):
             return size
     return max_budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,33 +82,29 @@ def bench(
     settings: dict[str, Any] = {"policy": "auto", "min_chunk_size": smallest}
     if max_fit_error is not None:
         settings["max_fit_error"] = max_fit_error
-    engine = None
     try:
-        engine = BenchEngine(model, settings, options)
-        console.print(f"calibrated after {engine.calibrate(max(lengths))} prompts")
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-        ) as progress:
-            task = progress.add_task("running", total=len(cells) * len(policies) * rounds)
-            comparisons = compare(
-                engine,
-                cells,
-                policies,
-                rounds,
-                lambda text: progress.update(task, advance=1, description=text),
-            )
-        description = describe(engine, model, rounds)
-        profile = make_profile(engine, model, platform.machine())
+        with closing(BenchEngine(model, settings, options)) as engine:
+            console.print(f"calibrated after {engine.calibrate(max(lengths))} prompts")
+            with Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=console,
+            ) as progress:
+                task = progress.add_task("running", total=len(cells) * len(policies) * rounds)
+                comparisons = compare(
+                    engine,
+                    cells,
+                    policies,
+                    rounds,
+                    lambda text: progress.update(task, advance=1, description=text),
+                )
+            description = describe(engine, model, rounds)
+            profile = make_profile(engine, model, platform.machine())
     except BenchError as error:
         console.print(f"isochunk bench: {error}", markup=False)
         raise typer.Exit(1) from error
-    finally:
-        if engine is not None:
-            engine.close()
     for comparison in comparisons:
         table = Table(*HEADER, title=str(comparison.cell))
         for row in table_rows(comparison):
