@@ -70,7 +70,8 @@ class ChunkController:
     ) -> None:
         self.settings = settings
         self.alignment = alignment
-        self._max_in_flight = 0 if max_in_flight == num_stages else max_in_flight
+        self.max_in_flight = 0 if max_in_flight == num_stages else max_in_flight
+        """Batches that the engine keeps in flight; 0: one per stage."""
         # Only auto: the other policies are as elsewhere, with what vLLM keeps in flight.
         self.may_spare = can_spare and settings.policy == "auto"
         is_equal_latency = settings.policy == "equal-latency"
@@ -262,14 +263,12 @@ class ChunkController:
                 alignment=self.alignment,
             )
         pipeline = self._pipeline(models)
-        return ShortestTTFT(
-            pipeline, budget, self.alignment, self.num_in_flight, may_spare=self.may_spare
-        )
+        return ShortestTTFT(pipeline, budget, self.alignment, self.num_in_flight)
 
     @cached_property
     def step_overhead(self) -> StepOverhead:
         """Fitted when the first policy is made, and again when the model is installed."""
-        depth = self._max_in_flight or self.calibrator.num_stages
+        depth = self.max_in_flight or self.calibrator.num_stages
         return fit_step_overhead(self.calibrator.runs, depth + self.calibrator.was_spared)
 
     @property
@@ -279,7 +278,7 @@ class ChunkController:
 
     def _pipeline(self, models: Sequence[LatencyModel]) -> Pipeline:
         stages = tuple(self.step_overhead.add_to(model) for model in models)
-        return Pipeline(stages, max_in_flight=self._max_in_flight)
+        return Pipeline(stages, max_in_flight=self.max_in_flight, may_spare=self.may_spare)
 
     def _bottleneck(self, models: Sequence[LatencyModel]) -> int:
         """The slowest stage, for a full chunk half-way into the longest context."""

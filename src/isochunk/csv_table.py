@@ -29,17 +29,21 @@ def read_table(path: Path, columns: Sequence[Column], error: type[ValueError]) -
     """All rows of a file with a header line; further columns are ignored.
 
     Raises:
-        error: the file can't be read, a column is missing or a value isn't valid.
+        error: the file can't be read, a column is missing or there twice, or a value isn't valid.
     """
     names = [column.name for column in columns]
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            missing = [name for name in names if name not in (reader.fieldnames or ())]
+            header = list(reader.fieldnames or ())
+            missing = [name for name in names if name not in header]
+            twice = [name for name in names if header.count(name) > 1]
             if missing:
                 raise error(
                     f"{path}: column {', '.join(missing)} is missing; expected {','.join(names)}"
                 )
+            if twice:
+                raise error(f"{path}: column {', '.join(twice)} is there more than once")
             rows = []
             for row in reader:
                 place = f"{path}:{reader.line_num}"

@@ -37,12 +37,15 @@ class Pipeline:
         transfer_token_ms: per token and stage boundary [ms].
         max_in_flight: batches that the engine keeps in flight; 0 means one per stage, which
             is what vLLM's batch queue holds.
+        may_spare: the engine keeps one more while a policy wants it (see
+            ``policies.wants_spare_batch``).
     """
 
     stages: tuple[LatencyModel, ...]
     transfer_fixed_ms: float = 0.0
     transfer_token_ms: float = 0.0
     max_in_flight: int = 0
+    may_spare: bool = False
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -62,7 +65,7 @@ class Pipeline:
 
     @property
     def depth(self) -> int:
-        """Batches in flight at most."""
+        """Batches in flight at most, without a spare one."""
         return self.max_in_flight or len(self.stages)
 
     def transfer_ms(self, num_tokens: float) -> float:

@@ -38,7 +38,16 @@ FIXED = prometheus_client.Gauge(
 ENGINE = prometheus_client.Gauge(
     "isochunk_engine_info",
     "What the model holds for.",
-    ["version", "device", "tensor_parallel_size", "max_num_batched_tokens", "alignment", "policy"],
+    [
+        "version",
+        "device",
+        "tensor_parallel_size",
+        "max_num_batched_tokens",
+        "alignment",
+        "policy",
+        "max_in_flight",
+        "spare_batch",
+    ],
     multiprocess_mode="max",
 )
 MODEL = prometheus_client.Gauge(
@@ -100,6 +109,8 @@ class CalibrationExporter:
             calibrator.budget,
             controller.alignment,
             policy,
+            controller.max_in_flight,
+            str(controller.may_spare).lower(),
         ).set(1)
 
     def export(self) -> None:

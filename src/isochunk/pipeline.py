@@ -1,11 +1,11 @@
 """Discrete-event simulator of a pipeline-parallel prefill worker.
 
-It runs the same :class:`~isochunk.policies.ChunkPolicy` objects as an engine and packs steps
-as vLLM does: running requests first, in order of admission, then waiting ones, each up to the
+It runs the same :class:`~isochunk.policies.ChunkPolicy` objects as an engine and packs steps as
+vLLM does: running requests first, in order of admission, then waiting ones, each up to the
 token budget. A step is scheduled as soon as fewer than P batches are in flight (P + 1 while the
-policy wants a spare one);
-``num_computed_tokens`` advances when a chunk is scheduled, so chunks of one prompt overlap
-across stages. A request's next decode token waits for the one before.
+policy wants a spare one and the pipeline may keep it); ``num_computed_tokens`` advances when a
+chunk is scheduled, so chunks of one prompt overlap across stages. A request's next decode token
+waits for the one before.
 
 A batch costs on each stage ``c + Σ (γL + b·x + a(2Lx + x²))`` over its prefill pieces: the
 fixed cost once, the rest per piece. A decode token is a piece with x = 1 and γ = 0 (decoding
@@ -181,7 +181,10 @@ class _Simulation:
             self._push(arrival.time_ms, EventKind.ARRIVAL, arrival.request)
 
     def _schedule_all(self, now_ms: float) -> None:
-        while self.num_in_flight < self.pipeline.depth + wants_spare_batch(self.policy):
+        pipeline = self.pipeline
+        while self.num_in_flight < pipeline.depth + (
+            pipeline.may_spare and wants_spare_batch(self.policy)
+        ):
             pieces = self._pack()
             if not pieces:
                 break

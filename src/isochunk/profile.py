@@ -63,6 +63,10 @@ class Profile(BaseModel):
     """Package -> version, e.g. of vLLM and isochunk."""
     layers: tuple[int, ...] | None = None
     """Layers of each stage, if known."""
+    max_in_flight: int = Field(0, ge=0)
+    """Batches that the engine keeps in flight; 0: one per stage."""
+    spare_batch: bool = False
+    """Whether it keeps one more for a prefill that is alone, under the policy auto."""
     transfer_fixed_ms: Coefficient = 0.0
     transfer_token_ms: Coefficient = 0.0
     stages: tuple[StageCoefficients, ...] = Field(min_length=1)
@@ -87,7 +91,13 @@ class Profile(BaseModel):
 
     def to_pipeline(self) -> Pipeline:
         """What the planner and the simulator take."""
-        return Pipeline(self.models, self.transfer_fixed_ms, self.transfer_token_ms)
+        return Pipeline(
+            self.models,
+            self.transfer_fixed_ms,
+            self.transfer_token_ms,
+            self.max_in_flight,
+            self.spare_batch,
+        )
 
 
 def stages_of(models: Sequence[LatencyModel]) -> tuple[StageCoefficients, ...]:

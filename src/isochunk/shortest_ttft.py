@@ -39,11 +39,11 @@ class ShortestTTFT:
     """Plans a sole prefill, packs several by time.
 
     Args:
-        pipeline: fitted stages, transfers between them, batches in flight.
+        pipeline: fitted stages, transfers between them, batches in flight; if it may keep a
+            spare one, that is wanted for a prefill that is alone.
         max_num_batched_tokens: the engine's token budget of a step.
         alignment: chunk ends are multiples of this [tokens], a prompt's last one aside.
         num_in_flight: batches under way when the policy is installed.
-        may_spare: the engine can keep one batch more in flight (see ``wants_spare_batch``).
     """
 
     def __init__(
@@ -52,16 +52,15 @@ class ShortestTTFT:
         max_num_batched_tokens: int,
         alignment: int,
         num_in_flight: int = 0,
-        *,
-        may_spare: bool = False,
     ) -> None:
         if max_num_batched_tokens < 1 or alignment < 1:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} and "
                 f"alignment={alignment} must be >= 1"
             )
-        if may_spare:
-            pipeline = replace(pipeline, max_in_flight=pipeline.depth + 1)
+        self._may_spare = pipeline.may_spare
+        if self._may_spare:
+            pipeline = replace(pipeline, max_in_flight=pipeline.depth + 1, may_spare=False)
         self.feedback = CompletionFeedback(pipeline, num_in_flight)
         """Told of batches by the engine; corrects the models for later prompts."""
         self.pipeline = pipeline
@@ -70,7 +69,6 @@ class ShortestTTFT:
         self.plan: ChunkPlan | None = None
         """The sole prefill's plan; None while there are several."""
         self.wants_spare_batch = False
-        self._may_spare = may_spare
         self._plan_key: tuple[str, int, int] = ("", 0, 0)
         self._packer = StepPacker(pipeline, max_num_batched_tokens, alignment)
         self._last_cached = 0

@@ -31,13 +31,14 @@ BUDGET = 4096
 STAGES = (LatencyModel(10.0, 0.001, 0.06, 2e-5), LatencyModel(12.0, 0.001, 0.07, 2.4e-5))
 
 
-def make_controller(**settings: Any) -> ChunkController:
+def make_controller(*, can_spare: bool = False, **settings: Any) -> ChunkController:
     made = ChunkController(
         DynamicChunkingConfig(enabled=True, **settings),
         max_num_batched_tokens=BUDGET,
         alignment=64,
         num_stages=len(STAGES),
         max_model_len=32768,
+        can_spare=can_spare,
     )
     if not made.calibrator.is_final:
         sizes = range(170, 4097, 170)

@@ -109,14 +109,16 @@ def test_installed_already_sends_nothing(start: Start) -> None:
     assert not fake.prompts
 
 
-def test_saves_a_profile_that_plan_accepts(start: Start, tmp_path: Path) -> None:
-    fake = start(controller=make_controller())
+@pytest.mark.parametrize("can_spare", [False, True])
+def test_saves_a_profile_that_plan_accepts(start: Start, tmp_path: Path, can_spare: bool) -> None:
+    fake = start(controller=make_controller(can_spare=can_spare))
     path = tmp_path / "profile.json"
     shown = calibrated(calibrate(f"{fake.url}/v1/", "--save", str(path)), 0).stdout
     assert f"Wrote {path}" in shown
     profile = load_profile(path)
     assert fake.controller is not None
     assert profile.to_pipeline() == fake.controller.pipeline  # with the overhead of a step
+    assert profile.spare_batch is can_spare
     assert profile.model_dump(include={"model_name", "device", "alignment"}) == {
         "model_name": "toy",
         "device": "cpu",

@@ -145,6 +145,20 @@ def test_profile_round_trip(tmp_path: Path):
     assert loaded == profile()
     assert loaded.to_pipeline().stages == (MODEL, LatencyModel(25.0, 0.001, 0.06, 8e-7))
     assert loaded.pipeline_parallel_size == 2
+    assert loaded.to_pipeline().depth == 2
+    assert not loaded.to_pipeline().may_spare
+
+
+def test_a_profile_keeps_how_many_batches_the_engine_has_in_flight(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    save_profile(profile(max_in_flight=3, spare_batch=True), path)
+    pipeline = load_profile(path).to_pipeline()
+    assert (pipeline.depth, pipeline.may_spare) == (3, True)
+    # One of before these fields: what vLLM keeps.
+    old = json.loads(path.read_text())
+    del old["max_in_flight"], old["spare_batch"]
+    path.write_text(json.dumps(old))
+    assert (load_profile(path).to_pipeline().depth, load_profile(path).spare_batch) == (2, False)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +219,10 @@ def test_samples_are_fitted_by_stage(tmp_path: Path):
     ("text", "message"),
     [
         ("stage,num_cached\n", "column num_new, latency_ms is missing"),
+        (
+            "stage,num_new,num_cached,latency_ms,num_new\n0,1,2,3,4\n",
+            "column num_new is there more than once",
+        ),
         ("stage,num_cached,num_new,latency_ms\n0,0,0,5\n", r"csv:2: num_new='0'"),
         ("stage,num_cached,num_new,latency_ms\n0,0,1,nan\n", r"csv:2: latency_ms='nan'"),
         ("stage,num_cached,num_new,latency_ms\n0,0,1.5,3\n", "num_new='1.5' is not a whole number"),

@@ -14,7 +14,9 @@ from isochunk.shortest_ttft import ShortestTTFT
 from isochunk.timeline import Timeline
 from isochunk.workload import Arrival, OpenLoop, Request
 
-PIPELINE = Pipeline((LatencyModel(5.0, 0.0, 0.02, 5e-6),) * 2)
+MODEL = LatencyModel(5.0, 0.0, 0.02, 5e-6)
+PIPELINE = Pipeline((MODEL, MODEL))
+SPARE = Pipeline((MODEL, MODEL), may_spare=True)
 PREFILL = Prefill("a", 0, 20_000)
 
 
@@ -31,7 +33,7 @@ PREFILL = Prefill("a", 0, 20_000)
     ],
 )
 def test_wanted_only_while_a_prefill_is_alone(step: Step, wanted: bool) -> None:
-    policy = ShortestTTFT(PIPELINE, 8192, 64, may_spare=True)
+    policy = ShortestTTFT(SPARE, 8192, 64)
     policy.begin_step(step)
     assert policy.wants_spare_batch is wanted
     usual = ShortestTTFT(PIPELINE, 8192, 64)
@@ -50,13 +52,13 @@ def in_flight(timeline: Timeline) -> list[int]:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_simulated_queue_holds_one_more_for_a_sole_prompt_only(num_stages: int) -> None:
-    pipe = Pipeline(PIPELINE.stages[:1] * num_stages)
-    policy = ShortestTTFT(pipe, 8192, 64, may_spare=True)
+    pipe = Pipeline((MODEL,) * num_stages, may_spare=True)
+    policy = ShortestTTFT(pipe, 8192, 64)
     alone = simulate(pipe, policy, OpenLoop((Arrival(0, Request(60_000)),)), 8192)
     assert max(in_flight(alone)) == num_stages + 1
     # While a request decodes, the usual depth.
     both = OpenLoop((Arrival(0, Request(100, num_output=10_000)), Arrival(500, Request(60_000))))
-    policy = ShortestTTFT(pipe, 8192, 64, may_spare=True)
+    policy = ShortestTTFT(pipe, 8192, 64)
     assert max(in_flight(simulate(pipe, policy, both, 8192))) == num_stages
     fixed = simulate(pipe, FixedChunk(), OpenLoop((Arrival(0, Request(60_000)),)), 2048)
     assert max(in_flight(fixed)) == num_stages
@@ -65,8 +67,7 @@ def test_simulated_queue_holds_one_more_for_a_sole_prompt_only(num_stages: int) 
 def test_a_spare_batch_costs_nothing_where_nothing_is_lost_between_steps() -> None:
     loop = OpenLoop((Arrival(0, Request(60_000)),))
     with_spare, without = (
-        simulate(PIPELINE, ShortestTTFT(PIPELINE, 8192, 64, may_spare=spare), loop, 8192)
-        for spare in (True, False)
+        simulate(pipe, ShortestTTFT(pipe, 8192, 64), loop, 8192) for pipe in (SPARE, PIPELINE)
     )
     assert with_spare.mean_ttft_ms <= 1.001 * without.mean_ttft_ms
     starts = [batch.spans[0].start_ms for batch in with_spare.batches]

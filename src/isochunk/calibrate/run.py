@@ -60,6 +60,9 @@ class Result:
             max_num_batched_tokens=int(engine["max_num_batched_tokens"]),
             alignment=int(engine["alignment"]),
             versions={"vllm": vllm_version, "isochunk": engine["version"]},
+            # An isochunk that doesn't say so kept what vLLM does.
+            max_in_flight=int(engine.get("max_in_flight", 0)),
+            spare_batch=engine.get("spare_batch") == "true",
             stages=stages_of([self.state.overhead.add_to(m) for m in self.state.models]),
         )
 
