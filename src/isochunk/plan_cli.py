@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from isochunk.plan_html import write_html
@@ -30,6 +29,7 @@ from isochunk.planning import (
     recommend_budget,
     run_candidate,
 )
+from isochunk.progress_bar import counting_progress
 from isochunk.trace_export import write_trace
 from isochunk.workload import read_arrivals
 
@@ -112,13 +112,7 @@ def plan(
     for stage, report in enumerate(source.reports):
         console.print(f"stage {stage}: {report}", markup=False, highlight=False)
     total = len(loads) * len(candidates(pipeline, budget, alignment))
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    with counting_progress(console, is_transient=True) as progress:
         rows = list(
             progress.track(
                 predict(pipeline, loads, budget, alignment), total=total, description="simulating"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 POLICIES = ["fixed:512", "equal-latency", "auto"]
 
 
@@ -54,8 +56,19 @@ def test_an_engine_without_dynamic_chunking_ends_it_with_the_reason(
     assert "Traceback" not in result.stderr
 
 
-def test_a_size_above_the_budget_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    result = bench("toy", "--fixed", "4096", "--max-num-batched-tokens", "2048", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--fixed", "4096", "--max-num-batched-tokens", "2048"], "--fixed 4096 exceeds"),
+        (["--prompt-tokens", "4096"], "--prompt-tokens 4096 isn't enough"),
+        (["--max-model-len", "16384"], "--max-model-len 16384 must exceed"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    args: list[str], message: str, tmp_path: Path
+) -> None:
+    result = bench("toy", *args, cwd=tmp_path)
     assert result.returncode == 2
-    assert "--fixed 4096 exceeds" in result.stderr
+    assert message in result.stderr
+    assert not list(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())

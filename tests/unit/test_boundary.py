@@ -9,7 +9,7 @@ import isochunk
 
 PACKAGE = Path(isochunk.__file__).parent
 # Around the core: the command line, pictures, metrics, HTTP. Engines live in subpackages.
-NOT_CORE = {"cli", "client", "report", "metrics", "plan_cli", "plan_html"}
+NOT_CORE = {"cli", "client", "report", "metrics", "plan_cli", "plan_html", "progress_bar"}
 OUTSIDE = {"vllm", "demo", "pd", "calibrate", "benchmark"}
 ALLOWED = {"numpy", "scipy", "pydantic", "isochunk"} | sys.stdlib_module_names
 

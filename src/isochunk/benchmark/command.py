@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from isochunk.benchmark.engine import BenchEngine, BenchError
@@ -24,6 +23,7 @@ from isochunk.benchmark.run import (
     write_results,
 )
 from isochunk.profile import save_profile
+from isochunk.progress_bar import counting_progress
 from isochunk.report import render_bars
 
 DEFAULT_FIXED = (256, 512, 1024, 2048, 4096, 8192)
@@ -57,6 +57,16 @@ def bench(
         raise typer.BadParameter(
             f"--fixed {max(sizes)} exceeds --max-num-batched-tokens {max_num_batched_tokens}"
         )
+    longest = max(lengths)
+    if longest <= max_num_batched_tokens // 2:
+        raise typer.BadParameter(
+            f"--prompt-tokens {longest} isn't enough: auto is calibrated with prompts above half "
+            f"of --max-num-batched-tokens ({max_num_batched_tokens})"
+        )
+    if max_model_len is not None and max_model_len <= longest:
+        raise typer.BadParameter(
+            f"--max-model-len {max_model_len} must exceed --prompt-tokens ({longest})"
+        )
     if model in BUILT_IN:
         from isochunk.demo.models import make_smollm2, make_toy_model  # noqa: PLC0415  (heavy)
 
@@ -72,7 +82,7 @@ def bench(
     options = {
         "pipeline_parallel_size": pp,
         "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len or max(lengths) + 64,
+        "max_model_len": max_model_len or longest + 64,
         "dtype": dtype,
         "enforce_eager": enforce_eager,
         "max_num_seqs": 64,
@@ -84,14 +94,8 @@ def bench(
         settings["max_fit_error"] = max_fit_error
     try:
         with closing(BenchEngine(model, settings, options)) as engine:
-            console.print(f"calibrated after {engine.calibrate(max(lengths))} prompts")
-            with Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                console=console,
-            ) as progress:
+            console.print(f"calibrated after {engine.calibrate(longest)} prompts")
+            with counting_progress(console, is_transient=False) as progress:
                 task = progress.add_task("running", total=len(cells) * len(policies) * rounds)
                 comparisons = compare(
                     engine,

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from isochunk.calibrate.run import CalibrateError, Outcome, Result, calibrate_server
 from isochunk.calibrate.state import ServerState
 from isochunk.client import Answer, ApiError, Client
 from isochunk.latency import LETTERS
 from isochunk.profile import ProfileError, save_profile
+from isochunk.progress_bar import counting_progress
 
 
 def run_calibrate(
@@ -55,14 +55,7 @@ def run_calibrate(
 
 
 def _run(client: Client, prompt_tokens: int | None, num_requests: int, console: Console) -> Result:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    with counting_progress(console, is_transient=True) as progress:
         task = progress.add_task("asking the server", total=num_requests)
 
         def start(num_tokens: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from isochunk.client import Answer, Client
@@ -21,6 +21,7 @@ from isochunk.demo.models import make_smollm2, make_toy_model
 from isochunk.demo.prompts import document_prompt, random_prompt
 from isochunk.demo.server import VllmServer
 from isochunk.latency import LatencyModel
+from isochunk.progress_bar import counting_progress
 from isochunk.report import Bar, Section, render_page
 from isochunk.timings import read_trace
 
@@ -63,14 +64,7 @@ def run_demo(out: Path, rounds: int) -> int:
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     sections, all_equal = [], True
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
+    with counting_progress(console, is_transient=False) as progress:
         for scenario in SCENARIOS:
             section, equal = _run_scenario(scenario, out, rounds, progress)
             sections.append(section)
