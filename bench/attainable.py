@@ -1,8 +1,8 @@
-"""The shortest TTFT that any chunks could have: ``python -m bench.attainable PROFILE... ``.
+"""The shortest TTFT that any chunks could have: ``python -m bench.attainable PROFILE...``.
 
 For profiles that ``isochunk bench`` saved for a pipeline of two stages: simulated TTFT of one
-prompt in fixed chunks and under ``ShortestTTFT``, and the least over all chunk sequences. What
-the last column says is what a policy could reach on that machine if the models were exact.
+prompt in fixed chunks and under ``ShortestTTFT``, and the least over all chunk sequences: what a
+policy could reach on that machine if the models were exact.
 """
 
 from __future__ import annotations
