@@ -15,26 +15,26 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from bench.peers import ALIGNMENT
 from bench.simulate_single import ttft_ms
+from isochunk.benchmark.command import DEFAULT_FIXED
 from isochunk.makespan import FloatArray, IntArray, Pipeline, stage_times_ms
 from isochunk.policies import FixedChunk
 from isochunk.profile import load_profile
 from isochunk.shortest_ttft import ShortestTTFT
 
-GRID = 64
-FIXED = (256, 512, 1024, 2048, 4096, 8192)
 STEP_MS = 0.02
 
 
 def least_ms(pipeline: Pipeline, num_tokens: int, budget: int) -> float:
-    """Lower bound of the makespan [ms] on two stages, over all chunk ends at multiples of GRID.
+    """Lower bound of the makespan [ms] on two stages, over all chunk ends at multiples of 64.
 
     Dynamic programming over chunk ends. A state is when each stage is done with the tokens so
     far; what is later on both stages is dropped, and of states that agree on stage 0 to
     ``STEP_MS`` one remains, with the earlier of each time. Batches in flight aren't limited and
     transfers take no time, which can only lower the result.
     """
-    ends: IntArray = np.append(np.arange(0, num_tokens, GRID), num_tokens)
+    ends: IntArray = np.append(np.arange(0, num_tokens, ALIGNMENT), num_tokens)
     states: list[FloatArray] = [np.zeros((1, 2))]
     for index in range(1, len(ends)):
         first = int(np.searchsorted(ends, ends[index] - budget))
@@ -79,11 +79,15 @@ def main() -> None:
         pipeline, budget = profile.to_pipeline(), profile.max_num_batched_tokens
         if pipeline.num_stages != 2:
             parser.error(f"{path}: {pipeline.num_stages} stages; expected 2")
-        fixed = {size: ttft_ms(pipeline, FixedChunk(size), num_tokens, budget) for size in FIXED}
+        fixed = {
+            size: ttft_ms(pipeline, FixedChunk(size), num_tokens, budget) for size in DEFAULT_FIXED
+        }
         best = min(fixed, key=lambda size: fixed[size])
         policy = ShortestTTFT(pipeline, budget, profile.alignment)
-        times = [ttft_ms(pipeline, policy, num_tokens, budget)]
-        times.append(least_ms(pipeline, num_tokens, budget))
+        times = (
+            ttft_ms(pipeline, policy, num_tokens, budget),
+            least_ms(pipeline, num_tokens, budget),
+        )
         table.add_row(
             path.stem,
             f"{fixed[best]:.0f} ms ({best})",

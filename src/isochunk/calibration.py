@@ -32,7 +32,7 @@ from isochunk.policies import (
     Step,
     fit_chunk,
 )
-from isochunk.probes import PROBE_DIVISORS, PROBE_PATTERNS, plan_probes
+from isochunk.probes import PROBE_DIVISORS, PROBE_PATTERNS, longest_too_short, plan_probes
 from isochunk.stages import useful_shrink
 
 # Deepest useful chunk must be at least this much smaller than the initial one.
@@ -183,8 +183,8 @@ class Calibrator:
         if self._has_all_samples or self._num_decode_tokens > max_other_tokens(self._probes[-1]):
             return ChunkDecision(num_allowed, ChunkReason.FIXED)  # nothing to learn now
         if prefill.request_id != self._request_id:
-            # One chunk, nothing to learn about a; unless its plan may have several.
-            if prefill.num_remaining <= (self.budget if self.needs_shrink else self.budget // 2):
+            too_short = longest_too_short(self.budget, needs_shrink=self.needs_shrink)
+            if prefill.num_remaining <= too_short:
                 return ChunkDecision(num_allowed, ChunkReason.FIXED)
             self._request_id = prefill.request_id
             self._largest = self.budget if self.needs_shrink else -(-prefill.num_remaining // 2)

@@ -43,3 +43,11 @@ def plan_probes(
         if 0 < small < large:
             sizes.add(small)
     return tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else ()
+
+
+def longest_too_short(budget: int, *, needs_shrink: bool) -> int:
+    """The longest prompt [tokens] that a calibration learns nothing from.
+
+    One chunk tells nothing about a, unless the policy may split what would fit into one.
+    """
+    return budget if needs_shrink else budget // 2

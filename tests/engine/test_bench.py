@@ -71,4 +71,3 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert result.returncode == 2
     assert message in result.stderr
     assert not list(tmp_path.iterdir())
-    assert not list(tmp_path.iterdir())

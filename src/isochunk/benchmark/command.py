@@ -22,6 +22,7 @@ from isochunk.benchmark.run import (
     to_markdown,
     write_results,
 )
+from isochunk.probes import longest_too_short
 from isochunk.profile import save_profile
 from isochunk.progress_bar import counting_progress
 from isochunk.report import render_bars
@@ -58,7 +59,7 @@ def bench(
             f"--fixed {max(sizes)} exceeds --max-num-batched-tokens {max_num_batched_tokens}"
         )
     longest = max(lengths)
-    if longest <= max_num_batched_tokens // 2:
+    if longest <= longest_too_short(max_num_batched_tokens, needs_shrink=False):
         raise typer.BadParameter(
             f"--prompt-tokens {longest} isn't enough: auto is calibrated with prompts above half "
             f"of --max-num-batched-tokens ({max_num_batched_tokens})"

@@ -15,6 +15,7 @@ import httpx
 from isochunk.calibrate.state import GIVEN_UP, INSTALLED, ServerState, StateError, read_state
 from isochunk.client import Answer, ApiError, Client, ServedModel
 from isochunk.metrics import OFF
+from isochunk.probes import longest_too_short
 from isochunk.profile import Profile, stages_of
 
 DEFAULT_PROMPT_TOKENS = 131072
@@ -136,10 +137,10 @@ def _choose_model(served: Sequence[ServedModel], name: str) -> ServedModel:
 def _choose_prompt_tokens(wanted: int | None, served: ServedModel, state: ServerState) -> int:
     longest = served.max_model_len and served.max_model_len - 1  # one token is generated
     budget = int(state.engine["max_num_batched_tokens"])
-    # auto may split a prompt that would fit into one chunk, and learns from its larger half.
     is_auto = state.engine.get("policy") == "auto"
     chosen = wanted or min(DEFAULT_PROMPT_TOKENS, longest or DEFAULT_PROMPT_TOKENS)
-    if chosen <= (budget // 2 if is_auto else budget) or (longest and chosen > longest):
+    too_short = longest_too_short(budget, needs_shrink=not is_auto)
+    if chosen <= too_short or (longest and chosen > longest):
         bounds = f"above {'half of ' if is_auto else ''}max_num_batched_tokens ({budget})"
         if longest:
             bounds += f" and at most max_model_len - 1 ({longest})"
