@@ -41,6 +41,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "cpu-1p1d.yaml"
 CONCURRENCY = 16
 MODEL = "toy"
 CLAIM_TIMEOUT_S = 10.0
+RUNNING = "vllm:num_requests_running"
 PARTS = ("answers", "failures", "disconnects")
 
 
@@ -106,13 +107,17 @@ def kill_server(address: str) -> int:
 
 
 def kill_in_mid_run(
-    url: str, address: str, asks: Sequence[Ask], after_s: float
+    url: str, address: str, asks: Sequence[Ask], num_running: int
 ) -> tuple[list[Outcome], float]:
-    """Send all at once and kill a server meanwhile; outcomes, and when it was killed."""
+    """Send all at once; kill a server as soon as it runs so many; outcomes, and when that was."""
 
     async def run() -> tuple[list[Outcome], float]:
         sending = asyncio.ensure_future(send_all(url, MODEL, asks, len(asks)))
-        await asyncio.sleep(after_s)
+        while sum(await asyncio.to_thread(gauges, address, RUNNING)) < num_running:
+            assert not sending.done(), (
+                f"{address} never ran {num_running} requests at a time: {sending.result()}"[:3000]
+            )
+            await asyncio.sleep(0.05)
         killed_at = time.monotonic()
         assert kill_server(address) > 0, f"no server listens at {address}"
         return await sending, killed_at
@@ -139,7 +144,7 @@ def run_failures(url: str, roles: dict[str, str], expected: dict[Ask, Outcome]) 
             asks = make_asks(CONCURRENCY, lengths=(16, 256), max_tokens=1024, seed=5)
         else:  # long prompts
             asks = make_asks(CONCURRENCY, lengths=(3000, 4096), seed=6)
-        outcomes, killed_at = kill_in_mid_run(url, roles[role], asks, after_s=4.0)
+        outcomes, killed_at = kill_in_mid_run(url, roles[role], asks, num_running=2)
         failed = [o for o in outcomes if o.error]
         waits = [o.ended_at - killed_at for o in failed]
         print(

@@ -136,11 +136,12 @@ def test_clients_that_hang_up_leave_nothing_behind(deployment: Deployment) -> No
 def test_a_killed_server_fails_its_requests_soon_and_takes_the_deployment_down(
     deployment: Deployment,
 ) -> None:  # the last one: on_failure is "stop"
-    asks = make_asks(8, lengths=(16, 256), max_tokens=2048, seed=4)
+    # Answers that take a minute or more: none is complete by then, on any machine.
+    asks = make_asks(8, lengths=(16, 256), max_tokens=7000, seed=4)
     outcomes, killed_at = kill_in_mid_run(
-        deployment.url, deployment.roles["decode"], asks, after_s=3.0
+        deployment.url, deployment.roles["decode"], asks, num_running=1
     )
-    assert all(outcome.error for outcome in outcomes)
+    assert [len(outcome.tokens) for outcome in outcomes if not outcome.error] == []
     assert max(outcome.ended_at for outcome in outcomes) - killed_at < 10
     assert deployment.process.wait(timeout=90) == 1
     assert "decode-0" in deployment.text.rpartition("\nready: ")[2]
