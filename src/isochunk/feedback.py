@@ -63,6 +63,11 @@ class CompletionFeedback:
         self._num_quiet = 0
 
     @property
+    def num_in_flight(self) -> int:
+        """Batches with tokens that are scheduled and not back yet."""
+        return len(self._in_flight)
+
+    @property
     def factors(self) -> FloatArray:
         """On c, γ, b and a, as believed now."""
         factors: FloatArray = np.exp(self.belief.log_factors)

@@ -24,7 +24,8 @@ from isochunk.feedback import CompletionFeedback
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkDecision, ChunkReason, Prefill, Step
-from isochunk.step_packing import StepPacker
+from isochunk.step_packing import WINDOW, StepPacker
+from isochunk.step_target import OfferedLoad
 
 # A chunk off the plan (the engine scheduled less than asked) may take this much longer than
 # the plan's longest to get back on it.
@@ -71,21 +72,25 @@ class ShortestTTFT:
         self.wants_spare_batch = False
         self._plan_key: tuple[str, int, int] = ("", 0, 0)
         self._packer = StepPacker(pipeline, max_num_batched_tokens, alignment)
+        self._load = OfferedLoad(pipeline.depth)
         self._last_cached = 0
         self._is_sole = True
 
     @property
     def target_ms(self) -> float:
         """Target time of a step on its slowest stage."""
-        return self.plan.target_ms if self.plan is not None else self._packer.target_ms
+        return self.plan.target_ms if self.plan is not None else self._packer.target.value_ms
 
     def begin_step(self, step: Step) -> None:
         """Plan the step if it has several prefills; learn while there is nothing to size."""
-        self._is_sole = len(step.prefills) < 2
+        ids = [prefill[0] for prefill in step.prefills[:WINDOW]]
+        self._load.begin_step(step, ids, self.feedback.num_in_flight)
+        self._packer.end_step(self.feedback.num_in_flight)
+        self._is_sole = len(ids) < 2 and not (ids and self._load.follows_others)
         self.wants_spare_batch = self._may_spare and step.is_alone
         if not self._is_sole:
             self.plan = None
-            self._packer.begin_step(step)
+            self._packer.begin_step(step, self._load.value)
         elif not step.num_sources:
             self.feedback.learn(MIN_NEW)
 
@@ -94,7 +99,7 @@ class ShortestTTFT:
         if num_allowed < 1 or prefill.num_remaining < 1:
             return ChunkDecision(max(num_allowed, 0), ChunkReason.UNREACHABLE)
         if not self._is_sole:
-            if self._packer.target_ms < math.inf:  # not so if it isn't a number either
+            if self._packer.target.value_ms < math.inf:  # not so if it isn't a number either
                 return ChunkDecision(self._packer.size(prefill, num_allowed), ChunkReason.MODEL)
             return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
         if num_allowed < min(self.alignment, self.budget, prefill.num_remaining):
@@ -102,7 +107,9 @@ class ShortestTTFT:
         plan = self._plan_for(prefill, num_allowed)
         if plan is None:
             return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
-        return ChunkDecision(self._next_chunk(plan, prefill, num_allowed), ChunkReason.MODEL)
+        num_new = self._next_chunk(plan, prefill, num_allowed)
+        self._packer.note_sole(prefill, num_new)
+        return ChunkDecision(num_new, ChunkReason.MODEL)
 
     def _plan_for(self, prefill: Prefill, num_allowed: int) -> ChunkPlan | None:
         """The cached plan, or a new one: other prompt, preempted, or less budget than planned."""

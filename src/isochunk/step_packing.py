@@ -1,44 +1,52 @@
 """Packing the prefills of a step up to a target time, when there are several.
 
-Several prefills fill each other's bubbles; what is left is the step time. With S the remaining
-work of all prompts on the slowest stage, the closed form of a single prefill gives the number of
-steps ``K* = sqrt((P−1)·S / c)`` and with it the step's target time
+Steps of equal time keep the stages in step, as chunks of equal time do. Each step is packed first
+come, first served up to the target time T (:mod:`isochunk.step_target`), and never longer than
+the step that fixed chunking would make of the same prompts.
 
-    T* = c + S / K* = c + sqrt(S·c / (P−1))        c: what a step costs besides its tokens
-
-Steps of equal time keep the stages in step, as chunks of equal time do. T* is set anew only
-when the prompt set changes. Each step is packed first come, first served up to T* of predicted
-time, and never longer than the step that fixed chunking would make of the same prompts.
+*Ends.* A step may take longer than T to finish a prompt. With w more time that prompt ends a step
+sooner; but all prompts that end in the step wait P·w, and those behind (P−1)·w, longer. So up to
+w = T / (P·n + (P−1)·(N−n)), for n prompts of N that end.
 
 *Starvation bound.* A prompt with less than the fraction σ = SHORT_SHARE of the head's remaining
 work is *short*. Short prompts get σ of each step's time and tokens, first come, first served; a
 waiting prompt ahead of one in the engine's queue, which can't be overtaken there, is admitted
-with one alignment unit. With T = min(T*, t(0, budget)), a short prompt of work w and x tokens,
+with one alignment unit. With T' = min(T, t(0, budget)), a short prompt of work w and x tokens,
 behind short prompts and admissions of work A and X tokens, is therefore scheduled within
 
-    ceil((A + w) / (σ·(T − c) − u)) + ceil((X + x) / (σ·budget − alignment)) + 1 steps
+    ceil((A + w) / (σ·(T' − c) − u)) + ceil((X + x) / (σ·budget − alignment)) + 1 steps
 
 (u: work of one alignment unit of the prompt), however long the head is. The others keep
 1 − σ of each step, so they wait about 1/(1 − σ) times as long as first come, first served would
-make them at most (not proven while T* changes). Both are about the first WINDOW prompts in
+make them at most (not proven while T changes). Both are about the first WINDOW prompts in
 scheduling order; later ones wait to come into it.
+
+*Turns.* A prefix cost (γ > 0) is paid by every piece, however small. Where the short prompts' share
+would leave the head less than TURN_RATIO times its prefix cost, they take turns instead: one step
+for the head, one for the short prompts that run. γL then counts as work in the bound above.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from isochunk.makespan import Pipeline
 from isochunk.policies import Prefill, Step
 from isochunk.stages import dominant_stages
+from isochunk.step_target import StepTarget
 
 SHORT_SHARE = 0.5
 """σ: what short prompts may take of a step, and what makes a prompt short."""
 RESERVE_PAUSE = 8
 """Steps without a reserve after one that nobody could use; the bound is longer by these."""
+TURN_RATIO = 4.0
+"""A step is shared if it leaves the head so many times its prefix cost, that cost included."""
 WINDOW = 16
 """Prompts that are looked at one by one; those behind count as the mean of these."""
+MAX_IN_FLIGHT = 16
+"""Of the batches in flight, so many count as work that keeps the pipeline full."""
 
 
 class StepPacker:
@@ -46,76 +54,100 @@ class StepPacker:
 
     def __init__(self, pipeline: Pipeline, budget: int, alignment: int) -> None:
         self.budget, self.alignment = budget, alignment
-        self.target_ms = 0.0
+        self.target = StepTarget(pipeline)
+        self._num_stages = pipeline.num_stages
         times = [model.predict_ms(0, budget) for model in pipeline.stages]
         self._slowest = pipeline.stages[times.index(max(times))]
-        self._has_prefix_cost = self._slowest.prefix_ms > 0
         # The hot path computes t itself, from the coefficients: a call costs more than the sum.
         self._stages = [
             (model.fixed_ms, model.prefix_ms, model.token_ms, model.attention_ms)
             for model in dominant_stages(pipeline.stages)
         ]
-        # P − 1 for equal stages: how many of the slowest stage's steps fill and drain take.
-        self._bubbles = sum(times) / max(times) - 1.0
+        self._has_prefix_cost = any(prefix > 0 for _, prefix, _, _ in self._stages)
+        # Tokens and token pairs of the batches before this step, as many as may be in flight.
+        num_before = min(pipeline.depth - 1, MAX_IN_FLIGHT)
+        self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_before)
         # Of the prompt set:
         self._ids: list[str] = []
         self._num_prefills = 0
         self._shorts: set[str] = set()
         self._admit: set[str] = set()  # to be admitted if they still wait
         self._reached_at: list[int] = []  # positions of both
-        # Of the step, without c:
-        self._limit_ms = self._reserved_ms = 0.0
-        self._tokens_left = self._reserved_tokens = 0
-        self._used_ms = [0.0] * len(self._stages)
-        self._packed: dict[str, tuple[int, int]] = {}  # request id -> cached, new
+        # Of the step:
+        self._limit_ms = self._cap_ms = self._reserved_ms = 0.0
+        self._tokens_left = self._reserved_tokens = self._num_ends = 0
+        self._used_ms = [0.0] * len(self._stages)  # without c
+        self._packed: dict[str, tuple[int, int, bool]] = {}  # request id -> cached, new, is last
         self._waiting: set[str] = set()
+        self._is_turn = False  # the short prompts'
         self._steps_without_reserve = 0
 
-    def begin_step(self, step: Step) -> None:
+    def end_step(self, num_in_flight: int) -> None:
+        """Close the step before the next one; ``num_in_flight``: batches."""
+        packed = self._packed
+        if self._reserved_tokens and not (
+            packed.keys() & self._shorts or packed.keys() & self._admit
+        ):
+            # Nobody could take the reserve: the engine admits no one now (slots, KV blocks).
+            self._steps_without_reserve = RESERVE_PAUSE
+        self._reserved_tokens = 0
+        if not num_in_flight:
+            self._in_flight.clear()
+        elif packed:
+            tokens = area = 0
+            for cached, new, _ in packed.values():
+                tokens += new
+                area += new * (2 * cached + new)
+            self._in_flight.append((tokens, area))
+        packed.clear()
+
+    def note_sole(self, prefill: Prefill, num_new: int) -> None:
+        """The step's only prefill gets so many tokens, decided elsewhere."""
+        self._packed[prefill[0]] = (prefill[1], num_new, False)
+
+    def begin_step(self, step: Step, load: float = 0.0) -> None:
         """Target, limit, and reserve for short prompts of this step."""
         num_prefills = len(step.prefills) + step.num_unlisted
         num_running = num_prefills if step.num_running is None else step.num_running
         prefills = step.prefills[:WINDOW]
         ids = [prefill[0] for prefill in prefills]
         self._waiting = set(ids[num_running:])
-        packed = self._packed.keys()
-        if (
-            self._reserved_tokens
-            and packed.isdisjoint(self._shorts)
-            and packed.isdisjoint(self._admit)
-        ):
-            # Nobody could take the reserve: the engine admits no one now (slots, KV blocks).
-            self._steps_without_reserve = RESERVE_PAUSE
         if ids != self._ids or num_prefills != self._num_prefills:
             self._ids, self._num_prefills = ids, num_prefills
-            self._look_at(prefills, num_running)
+            self._look_at(prefills, num_running, load)
         decodes = step.num_decode_tokens
-        self._packed.clear()
+        self._num_ends = 0
         self._tokens_left = self.budget - decodes
         self._used_ms = [token * decodes for _, _, token, _ in self._stages]
-        self._limit_ms = min(self.target_ms, self._fixed_ms(step.prefills))
+        target_ms = self.target.value_ms
+        self._cap_ms = self._fixed_ms(step.prefills, target_ms * (1.0 + 1.0 / self._num_stages))
+        self._limit_ms = min(target_ms, self._cap_ms)
+        if self._has_prefix_cost:
+            self._raise_limit(step.prefills, prefills[0][1])
         if self._steps_without_reserve and not self._shorts - self._waiting:
             self._steps_without_reserve -= 1
-            self._reserved_ms, self._reserved_tokens = 0.0, 0
+            self._reserved_ms, self._reserved_tokens, self._is_turn = 0.0, 0, False
         else:
             self._reserve(prefills)
 
-    def _look_at(self, prefills: Sequence[Prefill], num_running: int) -> None:
+    def _look_at(self, prefills: Sequence[Prefill], num_running: int, load: float) -> None:
         """The prompt set has changed: target time, short prompts, prompts to admit."""
-        model = self._slowest
-        token_ms, attention_ms = model.token_ms, model.attention_ms
-        works = [
-            new * (token_ms + attention_ms * (2 * cached + new)) for _, cached, new in prefills
-        ]
-        total, step_ms = sum(works), model.fixed_ms
-        if self._has_prefix_cost and total > 0:
-            middles = (cached + 0.5 * new for _, cached, new in prefills)
-            depth = sum(w * middle for w, middle in zip(works, middles, strict=True))
-            step_ms += model.prefix_ms * depth / total
-        total *= self._num_prefills / len(prefills)
-        self.target_ms = step_ms + (
-            math.sqrt(total * step_ms / self._bubbles) if self._bubbles > 0 else total
+        areas = [new * (2 * cached + new) for _, cached, new in prefills]
+        tokens, area = sum(new for _, _, new in prefills), sum(areas)
+        unlisted = self._num_prefills / len(prefills)
+        depth = 0.5 * area / tokens if self._has_prefix_cost else 0.0  # of the mean token
+        in_flight = [sum(numbers) for numbers in zip(*self._in_flight, strict=True)] or (0, 0)
+        self.target.update(
+            (tokens * unlisted, area * unlisted, depth),
+            self._num_prefills,
+            (in_flight[0], in_flight[1]),
+            load,
         )
+        token_ms, attention_ms = self._slowest.token_ms, self._slowest.attention_ms
+        works = [
+            new * token_ms + attention_ms * pairs
+            for (_, _, new), pairs in zip(prefills, areas, strict=True)
+        ]
         short_ms = SHORT_SHARE * works[0]
         self._shorts, self._admit, self._reached_at = set(), set(), []
         passed: list[int] = []
@@ -130,26 +162,35 @@ class StepPacker:
             elif index >= num_running and index:
                 passed.append(index)
 
-    def _fixed_ms(self, prefills: Sequence[Prefill]) -> float:
-        """Time of the step that fixed chunking would make; stops where T* is exceeded."""
+    def _fixed_ms(self, prefills: Sequence[Prefill], most_ms: float) -> float:
+        """Time of the step that fixed chunking would make, ``most_ms`` at most."""
         worst = 0.0
         for (fixed, prefix, token, attention), decode_ms in zip(
             self._stages, self._used_ms, strict=True
         ):
             left, used = self._tokens_left, fixed + decode_ms
             for _, cached, remaining in prefills:
-                if left <= 0 or used >= self.target_ms:
+                if left <= 0 or used >= most_ms:
                     break
                 new = min(remaining, left)
                 left -= new
                 used += prefix * cached + new * (token + attention * (2 * cached + new))
             worst = max(worst, used)
-        return worst
+        return min(worst, most_ms)
+
+    def _raise_limit(self, prefills: Sequence[Prefill], cached: int) -> None:
+        """Time for tokens of the first piece, as much as for its prefix, if fixed chunks take it."""
+        needed_ms = max(
+            fixed + used + 2 * prefix * cached
+            for (fixed, prefix, _, _), used in zip(self._stages, self._used_ms, strict=True)
+        )
+        if needed_ms > self._limit_ms:
+            self._limit_ms = max(self._limit_ms, self._fixed_ms(prefills, needed_ms))
+            self._cap_ms = max(self._limit_ms, self._cap_ms)
 
     def _reserve(self, prefills: Sequence[Prefill]) -> None:
-        """Time and tokens of this step that are kept for short prompts."""
+        """Time and tokens of this step that are kept for short prompts, or whose turn it is."""
         model = self._slowest
-        prefix_ms, token_ms, attention_ms = model.prefix_ms, model.token_ms, model.attention_ms
         most_ms = SHORT_SHARE * max(self._limit_ms - model.fixed_ms, 0.0)
         most_tokens = int(SHORT_SHARE * self.budget)
         needed_ms, tokens = 0.0, 0
@@ -161,10 +202,36 @@ class StepPacker:
                 if request_id not in self._waiting:
                     continue  # admitted
                 new = min(new, self.alignment)
-            needed_ms += prefix_ms * cached + new * (token_ms + attention_ms * (2 * cached + new))
+            needed_ms += self._piece_ms(cached, new)
             tokens += new
         self._reserved_ms = min(needed_ms, most_ms)
         self._reserved_tokens = min(tokens, most_tokens)
+        was_turn, self._is_turn = self._is_turn, False
+        if self._has_prefix_cost and tokens:
+            head_ms = model.prefix_ms * prefills[0][1]
+            if self._limit_ms - self._reserved_ms < model.fixed_ms + TURN_RATIO * head_ms:
+                self._take_turns(prefills, head_ms, was_turn)
+
+    def _take_turns(self, prefills: Sequence[Prefill], head_ms: float, was_turn: bool) -> None:
+        """The step is the head's, after one of the short prompts; else theirs."""
+        shorts = [prefills[i] for i in self._reached_at if self._ids[i] in self._shorts]
+        running = [prefill for prefill in shorts if prefill[0] not in self._waiting]
+        self._is_turn = bool(running) and not was_turn
+        if self._is_turn:
+            self._raise_limit(prefills, running[0][1])
+            free_ms = self._limit_ms - self._slowest.fixed_ms
+            self._reserved_ms = sum(self._piece_ms(cached, new) for _, cached, new in running)
+            self._reserved_tokens = sum(new for _, _, new in running)
+            if free_ms - self._reserved_ms < 2.0 * head_ms:  # not worth the head's prefix cost
+                self._reserved_ms, self._reserved_tokens = free_ms, self._tokens_left
+            return
+        units = [
+            (cached, min(new, self.alignment))
+            for request_id, cached, new in (prefills[i] for i in self._reached_at)
+            if request_id in self._waiting
+        ]
+        self._reserved_ms = min(sum(self._piece_ms(*unit) for unit in units), self._reserved_ms)
+        self._reserved_tokens = min(sum(new for _, new in units), self._reserved_tokens)
 
     def size(self, prefill: Prefill, num_allowed: int) -> int:
         """Tokens for this prefill; 0 where the step is full."""
@@ -176,39 +243,50 @@ class StepPacker:
             while last != request_id:
                 last, piece = packed.popitem()
                 self._add(*piece, -1)
-        is_first = not packed
-        limit_ms, new = self._limit_ms, num_allowed
-        if is_first or request_id not in self._shorts:
+        is_short = request_id in self._shorts
+        must_progress = not packed and (is_short or not self._is_turn)
+        limit_ms, most = self._limit_ms, num_allowed
+        if not is_short:
             limit_ms -= self._reserved_ms
-            unreserved = self._tokens_left - self._reserved_tokens
-            new = min(new, unreserved)
-        new = self._fill(limit_ms, cached, new) if new > 0 else 0
+            most = min(most, self._tokens_left - self._reserved_tokens)
+        new = self._fill(limit_ms, cached, most) if most > 0 else 0
+        if 0 < new < remaining == most and limit_ms == self._limit_ms:
+            ends = self._num_ends + 1
+            delays = self._num_stages * ends + (self._num_stages - 1) * (self._num_prefills - ends)
+            later_ms = min(limit_ms + self.target.value_ms / delays, self._cap_ms)
+            if self._fill(later_ms, cached, most) == most:
+                new = most
         if new < remaining:
             new = (cached + new) // self.alignment * self.alignment - cached
         if new <= 0:
             new = 0
-            if is_first:
-                new = min(self.alignment - cached % self.alignment, num_allowed)
+            unit = min(self.alignment - cached % self.alignment, num_allowed)
+            if must_progress:
+                new = unit
             elif request_id in self._admit and request_id in self._waiting:
-                unit = min(self.alignment - cached % self.alignment, num_allowed)
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
         elif (
             self._has_prefix_cost
             and new < remaining
-            and not is_first
+            and not must_progress
             and self._is_wasteful(cached, new)
         ):
             new = 0
         if new > 0:
-            self._packed[request_id] = (cached, new)
-            self._add(cached, new, 1)
+            piece = (cached, new, new == remaining)
+            packed[request_id] = piece
+            self._add(*piece, 1)
         return new
+
+    def _piece_ms(self, cached: int, new: int) -> float:
+        """A piece's time on the slowest stage."""
+        model = self._slowest
+        tokens_ms = new * (model.token_ms + model.attention_ms * (2 * cached + new))
+        return model.prefix_ms * cached + tokens_ms
 
     def _is_wasteful(self, cached: int, new: int) -> bool:
         """Whether a piece costs more for its prefix than for its tokens: better next step."""
-        model = self._slowest
-        tokens_ms = new * (model.token_ms + model.attention_ms * (2 * cached + new))
-        return model.prefix_ms * cached > tokens_ms
+        return 2.0 * self._slowest.prefix_ms * cached > self._piece_ms(cached, new)
 
     def _fill(self, limit_ms: float, cached: int, num_allowed: int) -> int:
         """How many of ``num_allowed`` tokens end within ``limit_ms`` on every stage."""
@@ -226,9 +304,10 @@ class StepPacker:
                 new = min(int(2 * free / (slope + root) + 1e-6), new)
         return new
 
-    def _add(self, cached: int, new: int, sign: int) -> None:
+    def _add(self, cached: int, new: int, is_last: bool, sign: int) -> None:
         """Add a piece to the step, or take it out."""
         self._tokens_left -= sign * new
+        self._num_ends += sign * is_last
         for stage, (_, prefix, token, attention) in enumerate(self._stages):
             piece_ms = prefix * cached + new * (token + attention * (2 * cached + new))
             self._used_ms[stage] += sign * piece_ms
