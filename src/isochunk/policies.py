@@ -89,7 +89,8 @@ class ChunkPolicy(Protocol):
         """Tokens for ``prefill``, in ``1..num_allowed``; ``num_allowed`` ≤ remaining.
 
         0 means "not in this step", which vLLM understands: it goes on to the next running
-        request, and admits no further waiting ones. Never 0 for a step's first prefill.
+        request, and admits no further waiting ones. At least one of the prefills that run (the
+        first, if none does) gets tokens in every step.
         """
 
 

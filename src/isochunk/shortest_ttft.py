@@ -8,8 +8,10 @@ What earlier prompts have shown about the models (:mod:`isochunk.feedback`) goes
 plan. Most of it is digested in steps that have nothing to size, while the last chunks run: at the
 start of a prompt it delays the first chunk.
 
-*Several prefills* fill each other's bubbles, so only the step time matters: the steps are packed
-to a target time (:mod:`isochunk.step_packing`, which also states the starvation bound).
+*Several prefills* fill each other's bubbles, so only the step time matters
+(:mod:`isochunk.step_target`): the steps are packed to a target time (:mod:`isochunk.step_packing`,
+which also states the starvation bound). So are the first steps of a prompt that follows others
+whose last chunks are still in flight.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class ShortestTTFT:
         self.wants_spare_batch = self._may_spare and step.is_alone
         if not self._is_sole:
             self.plan = None
-            self._packer.begin_step(step, self._load.value)
+            self._packer.begin_step(step, ids, self._load.value)
         elif not step.num_sources:
             self.feedback.learn(MIN_NEW)
 

@@ -85,8 +85,10 @@ class StepPacker:
     def end_step(self, num_in_flight: int) -> None:
         """Close the step before the next one; ``num_in_flight``: batches."""
         packed = self._packed
-        if self._reserved_tokens and not (
-            packed.keys() & self._shorts or packed.keys() & self._admit
+        if (
+            self._reserved_tokens
+            and packed.keys().isdisjoint(self._shorts)
+            and packed.keys().isdisjoint(self._admit)
         ):
             # Nobody could take the reserve: the engine admits no one now (slots, KV blocks).
             self._steps_without_reserve = RESERVE_PAUSE
@@ -105,12 +107,14 @@ class StepPacker:
         """The step's only prefill gets so many tokens, decided elsewhere."""
         self._packed[prefill[0]] = (prefill[1], num_new, False)
 
-    def begin_step(self, step: Step, load: float = 0.0) -> None:
-        """Target, limit, and reserve for short prompts of this step."""
+    def begin_step(self, step: Step, ids: list[str], load: float) -> None:
+        """Target, limit, and reserve for short prompts of this step.
+
+        ``ids``: of the first WINDOW prefills. ``load``: see :mod:`isochunk.step_target`.
+        """
         num_prefills = len(step.prefills) + step.num_unlisted
         num_running = num_prefills if step.num_running is None else step.num_running
         prefills = step.prefills[:WINDOW]
-        ids = [prefill[0] for prefill in prefills]
         self._waiting = set(ids[num_running:])
         if ids != self._ids or num_prefills != self._num_prefills:
             self._ids, self._num_prefills = ids, num_prefills
@@ -133,14 +137,17 @@ class StepPacker:
     def _look_at(self, prefills: Sequence[Prefill], num_running: int, load: float) -> None:
         """The prompt set has changed: target time, short prompts, prompts to admit."""
         areas = [new * (2 * cached + new) for _, cached, new in prefills]
-        tokens, area = sum(new for _, _, new in prefills), sum(areas)
+        tokens, area = sum([prefill[2] for prefill in prefills]), sum(areas)
         unlisted = self._num_prefills / len(prefills)
         depth = 0.5 * area / tokens if self._has_prefix_cost else 0.0  # of the mean token
-        in_flight = [sum(numbers) for numbers in zip(*self._in_flight, strict=True)] or (0, 0)
+        before_tokens = before_area = 0
+        for more_tokens, more_area in self._in_flight:
+            before_tokens += more_tokens
+            before_area += more_area
         self.target.update(
             (tokens * unlisted, area * unlisted, depth),
             self._num_prefills,
-            (in_flight[0], in_flight[1]),
+            (before_tokens, before_area),
             load,
         )
         token_ms, attention_ms = self._slowest.token_ms, self._slowest.attention_ms
@@ -179,7 +186,7 @@ class StepPacker:
         return min(worst, most_ms)
 
     def _raise_limit(self, prefills: Sequence[Prefill], cached: int) -> None:
-        """Time for tokens of the first piece, as much as for its prefix, if fixed chunks take it."""
+        """As much time for the first piece's tokens as for its prefix, if fixed chunks take it."""
         needed_ms = max(
             fixed + used + 2 * prefix * cached
             for (fixed, prefix, _, _), used in zip(self._stages, self._used_ms, strict=True)
@@ -191,6 +198,7 @@ class StepPacker:
     def _reserve(self, prefills: Sequence[Prefill]) -> None:
         """Time and tokens of this step that are kept for short prompts, or whose turn it is."""
         model = self._slowest
+        prefix_ms, token_ms, attention_ms = model.prefix_ms, model.token_ms, model.attention_ms
         most_ms = SHORT_SHARE * max(self._limit_ms - model.fixed_ms, 0.0)
         most_tokens = int(SHORT_SHARE * self.budget)
         needed_ms, tokens = 0.0, 0
@@ -202,7 +210,7 @@ class StepPacker:
                 if request_id not in self._waiting:
                     continue  # admitted
                 new = min(new, self.alignment)
-            needed_ms += self._piece_ms(cached, new)
+            needed_ms += prefix_ms * cached + new * (token_ms + attention_ms * (2 * cached + new))
             tokens += new
         self._reserved_ms = min(needed_ms, most_ms)
         self._reserved_tokens = min(tokens, most_tokens)
@@ -243,12 +251,12 @@ class StepPacker:
             while last != request_id:
                 last, piece = packed.popitem()
                 self._add(*piece, -1)
-        is_short = request_id in self._shorts
-        must_progress = not packed and (is_short or not self._is_turn)
-        limit_ms, most = self._limit_ms, num_allowed
-        if not is_short:
+        limit_ms, most, is_others_turn = self._limit_ms, num_allowed, False
+        if request_id not in self._shorts:
             limit_ms -= self._reserved_ms
-            most = min(most, self._tokens_left - self._reserved_tokens)
+            unreserved = self._tokens_left - self._reserved_tokens
+            most = unreserved if unreserved < most else most  # min() is slower
+            is_others_turn = self._is_turn
         new = self._fill(limit_ms, cached, most) if most > 0 else 0
         if 0 < new < remaining == most and limit_ms == self._limit_ms:
             ends = self._num_ends + 1
@@ -260,16 +268,13 @@ class StepPacker:
             new = (cached + new) // self.alignment * self.alignment - cached
         if new <= 0:
             new = 0
-            unit = min(self.alignment - cached % self.alignment, num_allowed)
-            if must_progress:
-                new = unit
+            if not packed and not is_others_turn:
+                new = min(self.alignment - cached % self.alignment, num_allowed)
             elif request_id in self._admit and request_id in self._waiting:
+                unit = min(self.alignment - cached % self.alignment, num_allowed)
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
         elif (
-            self._has_prefix_cost
-            and new < remaining
-            and not must_progress
-            and self._is_wasteful(cached, new)
+            self._has_prefix_cost and new < remaining and packed and self._is_wasteful(cached, new)
         ):
             new = 0
         if new > 0:

@@ -54,13 +54,16 @@ class StepTarget:
             (m.fixed_ms, m.prefix_ms, m.token_ms, m.attention_ms)
             for m in dominant_stages(pipeline.stages)
         ]
-        c, g, b, a = pipeline.coefficients().sum(axis=1).tolist()
+        c = sum(model.fixed_ms for model in pipeline.stages)
+        g = sum(model.prefix_ms for model in pipeline.stages)
+        b = sum(model.token_ms for model in pipeline.stages)
+        a = sum(model.attention_ms for model in pipeline.stages)
         self._all_stages: Coefficients = (c, g, b, a)
-        self._pace = list(self._stages)
+        self._pace = self._stages
         depth = pipeline.depth
         self._num_full = min(pipeline.num_stages, depth)
         if depth < pipeline.num_stages:
-            self._pace.append((c / depth, g / depth, b / depth, a / depth))
+            self._pace = [*self._stages, (c / depth, g / depth, b / depth, a / depth)]
 
     def update(
         self,
@@ -80,7 +83,9 @@ class StepTarget:
         """
         tokens, area, depth = work
         stages = [(c + g * depth, b * tokens + a * area) for c, g, b, a in self._stages]
-        pace = [(c + g * depth, b * tokens + a * area) for c, g, b, a in self._pace]
+        pace = stages
+        if self._pace is not self._stages:
+            pace = [(c + g * depth, b * tokens + a * area) for c, g, b, a in self._pace]
         _, _, b, a = self._all_stages
         total_ms = b * tokens + a * area
         if not total_ms < math.inf:  # nor if it isn't a number
@@ -101,17 +106,24 @@ class StepTarget:
 
 
 def _step_ms(stages: Sequence[tuple[float, float]], num_steps: float) -> float:
+    if len(stages) == 1:  # the hot path
+        step_ms, work_ms = stages[0]
+        return step_ms + work_ms / num_steps
     return max(step_ms + work_ms / num_steps for step_ms, work_ms in stages)
+
+
+def _ideal_steps(step_ms: float, work_ms: float, total_ms: float, weight: float) -> float:
+    """K ≥ 1 that is best while this stage is the slowest."""
+    if step_ms <= 0.0:
+        return math.inf
+    return max(math.sqrt(max(total_ms - work_ms, 0.0) / (weight * step_ms)), 1.0)
 
 
 def _num_steps(pace: Sequence[tuple[float, float]], total_ms: float, weight: float) -> float:
     """K ≥ 1 that is best where the slowest stage counts ``weight`` times."""
-    ideal = [
-        max(math.sqrt(max(total_ms - work_ms, 0.0) / (weight * step_ms)), 1.0)
-        if step_ms > 0
-        else math.inf
-        for step_ms, work_ms in pace
-    ]
+    if len(pace) == 1:
+        return _ideal_steps(*pace[0], total_ms, weight)
+    ideal = [_ideal_steps(*stage, total_ms, weight) for stage in pace]
     low, high = min(ideal), max(ideal)
     if high in (low, math.inf):
         return low
@@ -138,21 +150,21 @@ class OfferedLoad:
         """Whether last chunks of other prompts may be in flight, besides those that wait."""
         self._num_stages = num_stages
         self._num_arrivals = 0
-        self._ids: set[str] = set()
+        self._ids: list[str] = []
         self._steps_since_end = num_stages
 
-    def begin_step(self, step: Step, ids: Sequence[str], num_in_flight: int) -> None:
+    def begin_step(self, step: Step, ids: list[str], num_in_flight: int) -> None:
         """Note who has come and gone. ``ids``: of the first prefills."""
-        known = self._ids
-        is_same = len(ids) == len(known) and known.issuperset(ids)
         self._steps_since_end += 1
-        if not is_same and not known.issubset(ids):
-            self._steps_since_end = 0
+        if ids != self._ids:
+            known, now = set(self._ids), set(ids)
+            if not known <= now:
+                self._steps_since_end = 0
+            has_come, self._ids = not now <= known, ids
+        else:
+            has_come = False
         self.follows_others = step.num_others > 0 and self._steps_since_end < self._num_stages
-        if is_same:
-            return
-        if not known.issuperset(ids):
+        if has_come:
             fullness = min(num_in_flight / max(self._num_stages - 1, 1), 1.0)
             self._num_arrivals = min(self._num_arrivals + 1, NUM_ARRIVALS)
             self.value += (fullness - self.value) / self._num_arrivals
-        self._ids = set(ids)

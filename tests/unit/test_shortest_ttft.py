@@ -269,7 +269,8 @@ def test_case_14_two_long_prompts_step_within_its_target(decodes):
     prefills = [Prefill("a", 50_000, 50_000), Prefill("b", 0, 90_000)]
     pieces = pack(policy, Step(prefills, decodes, 1), 32768)
     work = 0.05 * 140_000 + 7e-7 * (100_000**2 - 50_000**2 + 90_000**2)
-    assert policy.target_ms == pytest.approx(20 + math.sqrt(work * 20 / 3))
+    mean_share = (2 + 1) / (2 * 2)  # of all steps, what a prompt waits for
+    assert policy.target_ms == pytest.approx(20 + math.sqrt(mean_share * work * 20 / 3))
     assert 0.9 * policy.target_ms <= step_ms(MODEL, pieces, decodes) <= policy.target_ms
     # What the alignment leaves of the step goes to the next prompt.
     assert [p.request_id for p, _ in pieces] in (["a"], ["a", "b"])
@@ -294,7 +295,9 @@ def test_steps_of_a_loaded_pipeline_take_their_target_time():
     for batch, (count, target_ms) in zip(timeline.batches, steps, strict=True):
         time_ms = max(batch_times_ms(pipeline(), batch.pieces))
         if count > 1:
-            assert 0.9 * target_ms <= time_ms <= target_ms * (1 + 1e-9)
+            ends = any(piece.yields_token for piece in batch.pieces)
+            most_ms = target_ms * (1 + ends / (4 + 3 * (count - 1)))  # to finish a prompt
+            assert 0.9 * target_ms <= time_ms <= most_ms * (1 + 1e-9)
             checked += 1
     assert checked > 20
     assert timeline.stage_busy_fraction(0) > 0.9
@@ -439,7 +442,7 @@ def test_prefix_hit_of_a_waiting_prompt_does_not_stop_its_admission() -> None:
 
 def test_reserve_that_the_engine_cannot_use_is_given_back() -> None:
     """No slot or KV block is free: waiting short prompts are never asked for."""
-    policy = ShortestTTFT(Pipeline((LatencyModel(10, 0, 0.05, 1e-6),) * 2), 8192, 64)
+    policy = ShortestTTFT(Pipeline((LatencyModel(10, 0, 0.05, 0),) * 2), 8192, 64)
     shorts = [Prefill(f"short{i}", 0, 500) for i in range(10)]
     sizes, cached = [], 0
     for _ in range(8):
