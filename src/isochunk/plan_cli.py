@@ -22,6 +22,7 @@ from isochunk.planning import (
     Load,
     Prediction,
     advise_partition,
+    better_fixed,
     candidates,
     closed_loops,
     poisson_loads,
@@ -31,7 +32,7 @@ from isochunk.planning import (
 )
 from isochunk.progress_bar import counting_progress
 from isochunk.trace_export import write_trace
-from isochunk.workload import read_arrivals
+from isochunk.workload import MAX_PROMPT, read_arrivals
 
 DEFAULT_PROMPTS = [8192, 32768, 131072]
 MIN_RATE, MAX_RATE = 1e-4, 1e4
@@ -58,7 +59,9 @@ def plan(
         float, typer.Option(min=0, help="Cost of a cached token per chunk / of a new one (MLA).")
     ] = 0.0,
     transfer_ms: Annotated[float, typer.Option(min=0, help="Between stages, per step.")] = 0.0,
-    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable.")] = None,
+    prompt_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, max=MAX_PROMPT, help="Repeatable.")
+    ] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable.")] = None,
     rate: Annotated[
@@ -67,7 +70,7 @@ def plan(
     ] = None,
     arrivals: Annotated[
         Path | None,
-        typer.Option(help="CSV: timestamp [s],prompt_tokens,cached_tokens; instead of prompts."),
+        typer.Option(help="CSV: timestamp \\[s],prompt_tokens,cached_tokens; instead of prompts."),
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 1,
     max_num_batched_tokens: Annotated[
@@ -122,7 +125,14 @@ def plan(
         advice = recommend_budget(pipeline, rows, budget, alignment)
     for load in loads:
         console.print(_table(load.title, [row for row in rows if row.load is load]))
-    console.print(f"Recommended: --max-num-batched-tokens {advice} with policy auto", markup=False)
+    fixed = better_fixed(rows)
+    console.print(
+        f"Recommended: --max-num-batched-tokens {advice} with policy auto"
+        if fixed is None
+        else f"Recommended: --max-num-batched-tokens {fixed.max_num_batched_tokens} with policy "
+        f"fixed: auto's mean TTFT is {fixed.auto_ratio:.2f} times as long",
+        markup=False,
+    )
     if layer_counts is not None:
         partition = advise_partition(pipeline.stages, layer_counts, max(prompts) // 2, advice)
         verdict = (

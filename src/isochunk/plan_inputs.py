@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,11 @@ def from_rough_numbers(
     """Stage models from rough numbers; attention takes its share of the longest prompt.
 
     Raises:
-        ValueError: not one number for all stages or one for each; or a number is negative.
+        ValueError: not one number for all stages or one for each; or a number isn't above 0.
     """
+    for value in stage_ms_per_1k:
+        if not 0 < value < math.inf:
+            raise ValueError(f"--stage-ms-per-1k={value} must be a number of ms above 0")
     num_stages = pp or max(len(stage_ms_per_1k), 2)
     if len(stage_ms_per_1k) == 1:
         stage_ms_per_1k = [*stage_ms_per_1k] * num_stages

@@ -5,6 +5,7 @@ TTFT and throughput come from the simulator, so they hold as far as the stage mo
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ REQUESTS_PER_CLIENT = 4
 POISSON_REQUESTS = 200
 # A smaller budget that costs no more than this is recommended: it saves activation memory.
 BUDGET_TOLERANCE = 0.01
+# A fixed size is recommended if auto's mean TTFT is longer by more than this: it needs no model.
+FIXED_TOLERANCE = 0.02
 DEFAULT_MIN_CHUNK = 4096
 
 
@@ -157,6 +160,34 @@ def recommend_budget(
         ):
             return size
     return max_budget
+
+
+@dataclass(frozen=True, slots=True)
+class BetterFixed:
+    """A fixed size that serves the loads better than auto."""
+
+    max_num_batched_tokens: int
+    auto_ratio: float
+    """auto's mean TTFT by that of this size, the geometric mean over the loads."""
+
+
+def better_fixed(predictions: Sequence[Prediction]) -> BetterFixed | None:
+    """The best of the fixed sizes over all loads, where auto is slower by more than 2 %."""
+    by_name: dict[str, list[Prediction]] = {}
+    for row in predictions:
+        by_name.setdefault(row.name, []).append(row)
+    best = None
+    for name, rows in by_name.items():
+        if not name.startswith("fixed"):
+            continue
+        logs = [
+            math.log(auto.ttft_ms / row.ttft_ms)
+            for auto, row in zip(by_name["auto"], rows, strict=True)
+        ]
+        ratio = math.exp(sum(logs) / len(logs))
+        if ratio > 1 + FIXED_TOLERANCE and (best is None or ratio > best.auto_ratio):
+            best = BetterFixed(rows[0].max_num_batched_tokens, ratio)
+    return best
 
 
 @dataclass(frozen=True, slots=True)

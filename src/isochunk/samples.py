@@ -7,11 +7,13 @@ from pathlib import Path
 from isochunk.csv_table import Column, read_table
 from isochunk.fitting import ChunkSample, FitReport, fit_latency_model
 
+MAX_LATENCY_MS = 1e8
+"""28 hours. More is a mistake."""
 COLUMNS = (
     Column("stage"),
     Column("num_cached"),
     Column("num_new", least=1),
-    Column("latency_ms", is_whole=False),
+    Column("latency_ms", is_whole=False, most=MAX_LATENCY_MS),
 )
 
 

@@ -94,6 +94,8 @@ def poisson(requests: Sequence[Request], rate_per_s: float, seed: int) -> OpenLo
 
 MAX_PROMPT = 10_000_000
 """[tokens] More is a mistake, such as a timestamp in the wrong column."""
+MAX_TRACE_S = 1e7
+"""[s], 116 days. More is a mistake, such as timestamps in another unit."""
 TRACE_COLUMNS = (
     Column("timestamp", is_whole=False),
     Column("prompt_tokens", least=1, most=MAX_PROMPT),
@@ -107,8 +109,8 @@ def read_arrivals(path: Path, num_output: int = 1) -> OpenLoop:
     In any order; the first one comes at time 0, so that timestamps may be any clock's.
 
     Raises:
-        WorkloadError: the file can't be read or has no arrivals, a column is missing, or a value
-            isn't a number in its range.
+        WorkloadError: the file can't be read or has no arrivals, a column is missing, a value
+            isn't a number in its range, or the timestamps span more than MAX_TRACE_S.
     """
     arrivals = []
     for place, (timestamp, prompt, cached) in read_table(path, TRACE_COLUMNS, WorkloadError):
@@ -122,4 +124,10 @@ def read_arrivals(path: Path, num_output: int = 1) -> OpenLoop:
         raise WorkloadError(f"{path}: no arrivals; expected a line a request")
     arrivals.sort(key=lambda arrival: arrival.time_ms)
     start_ms = arrivals[0].time_ms
+    span_s = (arrivals[-1].time_ms - start_ms) / 1000.0
+    if not span_s <= MAX_TRACE_S:
+        raise WorkloadError(
+            f"{path}: timestamp spans {span_s:g} s, at most {MAX_TRACE_S:g} s are expected; "
+            "timestamps are in seconds"
+        )
     return OpenLoop(tuple(Arrival(time_ms - start_ms, request) for time_ms, request in arrivals))

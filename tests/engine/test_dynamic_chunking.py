@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from isochunk.chunk_plan import plan_chunks
+from isochunk.latency import LatencyModel
+from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkReason
+from isochunk.shortest_ttft import ShortestTTFT
 from tests.engine.conftest import Engine, random_prompt
 from tests.engine.worker_checks import leftovers
 
@@ -142,3 +145,36 @@ def test_auto_packs_overlapping_prompts_and_completes_them(caching_engine: Engin
     )
     assert ChunkReason.MODEL in {reason for *_, reason in log.chunks}
     assert caching_engine.scheduler._adapter.controller.num_in_flight == 0
+
+
+def test_prompts_take_turns_where_every_piece_pays_for_its_prefix(caching_engine: Engine) -> None:
+    """A long head and a short prompt: steps without the one that runs first, tokens unchanged."""
+    prompts = [random_prompt(length, seed=300 + length) for length in (12_000, 3000)]
+    expected = caching_engine.generate(prompts, fixed=True, max_tokens=4)
+    caching_engine.llm.reset_prefix_cache()
+    controller = caching_engine.controller
+    policy, steps = controller.policy, []
+    stages = (LatencyModel(1.0, 0.05, 0.01, 0.0),) * 2
+    controller.policy = ShortestTTFT(Pipeline(stages), 1024, controller.alignment)
+    end_step = controller.end_step
+
+    def recording_end_step(scheduled: dict[str, int]) -> int | None:
+        steps.append(dict(scheduled))
+        return end_step(scheduled)
+
+    controller.end_step = recording_end_step
+    try:
+        assert caching_engine.generate(prompts, max_tokens=4) == expected
+    finally:
+        controller.policy = policy
+        del controller.end_step
+    head, short = sorted({request for step in steps for request in step}, key=int_of)
+    turns = [step for step in steps if step.get(short, 0) > 64 and head not in step]
+    assert len(turns) >= 3000 // 1024
+    assert sum(step.get(head, 0) for step in steps) == 12_000 + 3
+    assert sum(step.get(short, 0) for step in steps) == 3000 + 3
+
+
+def int_of(request_id: str) -> int:
+    """vLLM numbers its offline requests."""
+    return int(request_id.partition("-")[0])

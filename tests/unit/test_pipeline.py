@@ -207,6 +207,14 @@ def test_trace_file(tmp_path: Path):
         ("timestamp,prompt_tokens,cached_tokens\n1,0,0\n", r"csv:2: prompt_tokens='0'"),
         ("timestamp,prompt_tokens,cached_tokens\n1,5\n", r"csv:2: cached_tokens=None"),
         ("timestamp,prompt_tokens,cached_tokens\n1,1e300,0\n", "prompt_tokens='1e300' is not"),
+        (
+            "timestamp,prompt_tokens,cached_tokens\n1e306,1,0\n2,1,0\n",
+            "csv: timestamp spans inf s",
+        ),
+        (
+            "timestamp,prompt_tokens,cached_tokens\n0,1,0\n60000000000,1,0\n",
+            "timestamps are in seconds",
+        ),
         ("timestamp,prompt_tokens,cached_tokens\n", "no arrivals"),
     ],
 )

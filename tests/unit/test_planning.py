@@ -13,8 +13,11 @@ from isochunk.pipeline import simulate
 from isochunk.plan_cli import plan
 from isochunk.plan_html import MAX_STEPS, pipeline_figure
 from isochunk.planning import (
+    BetterFixed,
     Load,
+    Prediction,
     advise_partition,
+    better_fixed,
     closed_loops,
     poisson_loads,
     predict,
@@ -97,6 +100,22 @@ def test_recommended_budget_holds_for_every_load():
     rows = list(predict(PIPELINE, busy, 4096, 64))
     at_size = list(predict(PIPELINE, busy, size, 64))
     assert at_size[-1].ttft_ms <= 1.01 * rows[-1].ttft_ms
+
+
+def test_a_fixed_size_is_recommended_where_it_is_predicted_ahead() -> None:
+    """Of one that serves all loads, not each load's own."""
+    load = closed_loops([4096], [1])[0]
+
+    def rows(*ttfts: tuple[str, int, float]) -> list[Prediction]:
+        return [Prediction(name, size, load, ttft, ttft, 1.0, 1) for name, size, ttft in ttfts]
+
+    behind = rows(("fixed 1024", 1024, 90), ("fixed 2048", 2048, 95), ("auto", 2048, 100))
+    ahead = rows(("fixed 1024", 1024, 150), ("fixed 2048", 2048, 105), ("auto", 2048, 100))
+    assert better_fixed(behind) == BetterFixed(1024, pytest.approx(100 / 90))
+    assert better_fixed(ahead) is None
+    assert better_fixed([*behind, *ahead]) is None
+    even = rows(("fixed 1024", 1024, 200), ("fixed 2048", 2048, 100), ("auto", 2048, 100))
+    assert better_fixed([*behind, *even]) == BetterFixed(2048, pytest.approx((1 / 0.95) ** 0.5))
 
 
 def scaled(factor: float, extra_ms: float = 0.0) -> LatencyModel:
@@ -225,6 +244,10 @@ def test_samples_are_fitted_by_stage(tmp_path: Path):
         ),
         ("stage,num_cached,num_new,latency_ms\n0,0,0,5\n", r"csv:2: num_new='0'"),
         ("stage,num_cached,num_new,latency_ms\n0,0,1,nan\n", r"csv:2: latency_ms='nan'"),
+        (
+            "stage,num_cached,num_new,latency_ms\n0,0,1,1e300\n",
+            r"csv:2: latency_ms='1e300' is not a number >= 0 and <= 1e\+08",
+        ),
         ("stage,num_cached,num_new,latency_ms\n0,0,1.5,3\n", "num_new='1.5' is not a whole number"),
         ("stage,num_cached,num_new,latency_ms\n1,0,1,5\n", r"stage=\[1\] must be numbered"),
         ("stage,num_cached,num_new,latency_ms\n", r"stage=\[\] must be numbered"),
@@ -332,7 +355,10 @@ def test_plan_command_says_where_it_cannot_write(tmp_path: Path):
         (("--stage-ms-per-1k", "5", "--stage-ms-per-1k", "5", "--pp", "3"), "given 2 times"),
         (("--stage-ms-per-1k", "5", "--layers", "1,x"), "--layers='1,x'"),
         (("--stage-ms-per-1k", "5", "--layers", "1,1,1"), "must be 2 numbers"),
-        (("--stage-ms-per-1k", "-5"), "token_ms"),
+        (("--stage-ms-per-1k", "-5"), "--stage-ms-per-1k=-5.0 must be"),
+        (("--stage-ms-per-1k", "nan"), "--stage-ms-per-1k=nan must be"),
+        (("--stage-ms-per-1k", "inf"), "--stage-ms-per-1k=inf must be"),
+        (("--stage-ms-per-1k", "5", "--prompt-tokens", "10000001"), "--prompt-tokens"),
         (("--stage-ms-per-1k", "5", "--rate", "0"), "--rate=0.0 must be 0.0001 to 10000"),
         (("--stage-ms-per-1k", "5", "--rate", "nan"), "--rate=nan must be"),
         (("--stage-ms-per-1k", "5", "--layers", ""), "--layers=''"),
