@@ -62,6 +62,7 @@ class ShortestTTFT:
                 f"alignment={alignment} must be >= 1"
             )
         self._may_spare = pipeline.may_spare
+        self._usual_depth = pipeline.depth
         if self._may_spare:
             pipeline = replace(pipeline, max_in_flight=pipeline.depth + 1, may_spare=False)
         self.feedback = CompletionFeedback(pipeline, num_in_flight)
@@ -73,8 +74,8 @@ class ShortestTTFT:
         """The sole prefill's plan; None while there are several."""
         self.wants_spare_batch = False
         self._plan_key: tuple[str, int, int] = ("", 0, 0)
-        self._packer = StepPacker(pipeline, max_num_batched_tokens, alignment)
-        self._load = OfferedLoad(pipeline.depth)
+        self._packer = self._make_packer()
+        self._load = OfferedLoad(self._usual_depth)
         self._last_cached = 0
         self._is_sole = True
 
@@ -82,6 +83,11 @@ class ShortestTTFT:
     def target_ms(self) -> float:
         """Target time of a step on its slowest stage."""
         return self.plan.target_ms if self.plan is not None else self._packer.target.value_ms
+
+    @property
+    def offered_load(self) -> float:
+        """How full the pipeline is when prompts arrive, 0 to 1."""
+        return self._load.value
 
     def begin_step(self, step: Step) -> None:
         """Plan the step if it has several prefills; learn while there is nothing to size."""
@@ -151,7 +157,12 @@ class ShortestTTFT:
         self.feedback.learn(MIN_NEW)
         if self.feedback.pipeline is not self.pipeline:
             self.pipeline = self.feedback.pipeline
-            self._packer = StepPacker(self.pipeline, self.budget, self.alignment)
+            self._packer = self._make_packer()
+
+    def _make_packer(self) -> StepPacker:
+        """The spare batch is for a sole prefill."""
+        pipeline = replace(self.pipeline, max_in_flight=self._usual_depth)
+        return StepPacker(pipeline, self.budget, self.alignment)
 
     @staticmethod
     def _planned_end(plan: ChunkPlan, cached: int) -> int:

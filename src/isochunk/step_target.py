@@ -142,16 +142,19 @@ class OfferedLoad:
     """ρ: how full the pipeline is when prompts arrive, from 0 (idle) to 1, a running mean.
 
     In a closed loop of enough prompts it is 1. Prompts that arrive together are one arrival.
+
+    Args:
+        num_full: batches in flight that fill the pipeline.
     """
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_full: int) -> None:
         self.value = 0.0
         self.follows_others = False
         """Whether last chunks of other prompts may be in flight, besides those that wait."""
-        self._num_stages = num_stages
+        self._num_full = num_full
         self._num_arrivals = 0
         self._ids: list[str] = []
-        self._steps_since_end = num_stages
+        self._steps_since_end = num_full
 
     def begin_step(self, step: Step, ids: list[str], num_in_flight: int) -> None:
         """Note who has come and gone. ``ids``: of the first prefills."""
@@ -163,8 +166,8 @@ class OfferedLoad:
             has_come, self._ids = not now <= known, ids
         else:
             has_come = False
-        self.follows_others = step.num_others > 0 and self._steps_since_end < self._num_stages
+        self.follows_others = step.num_others > 0 and self._steps_since_end < self._num_full
         if has_come:
-            fullness = min(num_in_flight / max(self._num_stages - 1, 1), 1.0)
+            fullness = min(num_in_flight / max(self._num_full - 1, 1), 1.0)
             self._num_arrivals = min(self._num_arrivals + 1, NUM_ARRIVALS)
             self.value += (fullness - self.value) / self._num_arrivals

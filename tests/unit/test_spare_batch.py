@@ -12,7 +12,7 @@ from isochunk.pipeline import simulate
 from isochunk.policies import FixedChunk, Prefill, Step
 from isochunk.shortest_ttft import ShortestTTFT
 from isochunk.timeline import Timeline
-from isochunk.workload import Arrival, OpenLoop, Request
+from isochunk.workload import Arrival, ClosedLoop, OpenLoop, Request
 
 MODEL = LatencyModel(5.0, 0.0, 0.02, 5e-6)
 PIPELINE = Pipeline((MODEL, MODEL))
@@ -72,6 +72,20 @@ def test_a_spare_batch_costs_nothing_where_nothing_is_lost_between_steps() -> No
     assert with_spare.mean_ttft_ms <= 1.001 * without.mean_ttft_ms
     starts = [batch.spans[0].start_ms for batch in with_spare.batches]
     assert all(before < after for before, after in pairwise(starts))
+
+
+def test_only_the_sole_prefill_is_planned_with_it() -> None:
+    policy = ShortestTTFT(SPARE, 8192, 64)
+    assert policy.pipeline.depth == 3
+    # With several prefills two batches are in flight, and that is a full pipeline.
+    simulate(SPARE, policy, ClosedLoop([Request(20_000)] * 40, 4), 8192)
+    assert policy.offered_load > 0.9
+
+
+def test_nothing_is_spared_where_the_engine_cannot() -> None:
+    loop = OpenLoop((Arrival(0, Request(60_000)),))
+    policy = ShortestTTFT(SPARE, 8192, 64)
+    assert max(in_flight(simulate(PIPELINE, policy, loop, 8192))) == 2
 
 
 def controller(**settings: object) -> ChunkController:
