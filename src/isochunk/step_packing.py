@@ -63,7 +63,8 @@ class StepPacker:
             (model.fixed_ms, model.prefix_ms, model.token_ms, model.attention_ms)
             for model in dominant_stages(pipeline.stages)
         ]
-        self._has_prefix_cost = any(prefix > 0 for _, prefix, _, _ in self._stages)
+        # Of whichever stage: deep in a prompt another one may be the slowest.
+        self._prefix_ms = max(prefix for _, prefix, _, _ in self._stages)
         # Tokens and token pairs of the batches before this step, as many as may be in flight.
         num_before = min(pipeline.depth - 1, MAX_IN_FLIGHT)
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_before)
@@ -126,7 +127,7 @@ class StepPacker:
         target_ms = self.target.value_ms
         self._cap_ms = self._fixed_ms(step.prefills, target_ms * (1.0 + 1.0 / self._num_stages))
         self._limit_ms = min(target_ms, self._cap_ms)
-        if self._has_prefix_cost:
+        if self._prefix_ms > 0:
             self._raise_limit(step.prefills, prefills[0][1])
         if self._steps_without_reserve and not self._shorts - self._waiting:
             self._steps_without_reserve -= 1
@@ -139,7 +140,7 @@ class StepPacker:
         areas = [new * (2 * cached + new) for _, cached, new in prefills]
         tokens, area = sum([prefill[2] for prefill in prefills]), sum(areas)
         unlisted = self._num_prefills / len(prefills)
-        depth = 0.5 * area / tokens if self._has_prefix_cost else 0.0  # of the mean token
+        depth = 0.5 * area / tokens if self._prefix_ms > 0 else 0.0  # of the mean token
         before_tokens = before_area = 0
         for more_tokens, more_area in self._in_flight:
             before_tokens += more_tokens
@@ -215,8 +216,8 @@ class StepPacker:
         self._reserved_ms = min(needed_ms, most_ms)
         self._reserved_tokens = min(tokens, most_tokens)
         was_turn, self._is_turn = self._is_turn, False
-        if self._has_prefix_cost and tokens:
-            head_ms = model.prefix_ms * prefills[0][1]
+        if self._prefix_ms > 0 and tokens:
+            head_ms = self._prefix_ms * prefills[0][1]
             if self._limit_ms - self._reserved_ms < model.fixed_ms + TURN_RATIO * head_ms:
                 self._take_turns(prefills, head_ms, was_turn)
 
@@ -273,9 +274,7 @@ class StepPacker:
             elif request_id in self._admit and request_id in self._waiting:
                 unit = min(self.alignment - cached % self.alignment, num_allowed)
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
-        elif (
-            self._has_prefix_cost and new < remaining and packed and self._is_wasteful(cached, new)
-        ):
+        elif self._prefix_ms > 0 and new < remaining and packed and self._is_wasteful(cached, new):
             new = 0
         if new > 0:
             piece = (cached, new, new == remaining)
@@ -291,7 +290,8 @@ class StepPacker:
 
     def _is_wasteful(self, cached: int, new: int) -> bool:
         """Whether a piece costs more for its prefix than for its tokens: better next step."""
-        return 2.0 * self._slowest.prefix_ms * cached > self._piece_ms(cached, new)
+        tokens_ms = self._piece_ms(cached, new) - self._slowest.prefix_ms * cached
+        return self._prefix_ms * cached > tokens_ms
 
     def _fill(self, limit_ms: float, cached: int, num_allowed: int) -> int:
         """How many of ``num_allowed`` tokens end within ``limit_ms`` on every stage."""
