@@ -23,7 +23,9 @@ scheduling order; later ones wait to come into it.
 
 *Turns.* A prefix cost (γ > 0) is paid by every piece, however small. Where the short prompts' share
 would leave the head less than TURN_RATIO times its prefix cost, they take turns instead: one step
-for the head, one for the short prompts that run. γL then counts as work in the bound above.
+for the head, one for the short prompts that run. γL then counts as work in the bound above. One
+waiting prompt is admitted in each of the head's steps, which may then take longer than the fixed
+one, by its γL and one alignment unit.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ class StepPacker:
         self._packed: dict[str, tuple[int, int, bool]] = {}  # request id -> cached, new, is last
         self._waiting: set[str] = set()
         self._is_turn = False  # the short prompts'
+        self._admitting: str | None = None  # who is admitted in the head's turn; "" nobody yet
         self._steps_without_reserve = 0
 
     def end_step(self, num_in_flight: int) -> None:
@@ -131,7 +134,8 @@ class StepPacker:
             self._raise_limit(step.prefills, prefills[0][1])
         if self._steps_without_reserve and not self._shorts - self._waiting:
             self._steps_without_reserve -= 1
-            self._reserved_ms, self._reserved_tokens, self._is_turn = 0.0, 0, False
+            self._reserved_ms, self._reserved_tokens = 0.0, 0
+            self._is_turn, self._admitting = False, None
         else:
             self._reserve(prefills)
 
@@ -215,7 +219,7 @@ class StepPacker:
             tokens += new
         self._reserved_ms = min(needed_ms, most_ms)
         self._reserved_tokens = min(tokens, most_tokens)
-        was_turn, self._is_turn = self._is_turn, False
+        was_turn, self._is_turn, self._admitting = self._is_turn, False, None
         if self._prefix_ms > 0 and tokens:
             head_ms = self._prefix_ms * prefills[0][1]
             if self._limit_ms - self._reserved_ms < model.fixed_ms + TURN_RATIO * head_ms:
@@ -234,13 +238,10 @@ class StepPacker:
             if free_ms - self._reserved_ms < 2.0 * head_ms:  # not worth the head's prefix cost
                 self._reserved_ms, self._reserved_tokens = free_ms, self._tokens_left
             return
-        units = [
-            (cached, min(new, self.alignment))
-            for request_id, cached, new in (prefills[i] for i in self._reached_at)
-            if request_id in self._waiting
-        ]
-        self._reserved_ms = min(sum(self._piece_ms(*unit) for unit in units), self._reserved_ms)
-        self._reserved_tokens = min(sum(new for _, new in units), self._reserved_tokens)
+        # One that waits is admitted on top of the step: within it, its prefix could take it all.
+        self._admitting = ""
+        self._reserved_ms = 0.0
+        self._reserved_tokens = min(self.alignment, self._reserved_tokens)
 
     def size(self, prefill: Prefill, num_allowed: int) -> int:
         """Tokens for this prefill; 0 where the step is full."""
@@ -258,13 +259,7 @@ class StepPacker:
             unreserved = self._tokens_left - self._reserved_tokens
             most = unreserved if unreserved < most else most  # min() is slower
             is_others_turn = self._is_turn
-        new = self._fill(limit_ms, cached, most) if most > 0 else 0
-        if 0 < new < remaining == most and limit_ms == self._limit_ms:
-            ends = self._num_ends + 1
-            delays = self._num_stages * ends + (self._num_stages - 1) * (self._num_prefills - ends)
-            later_ms = min(limit_ms + self.target.value_ms / delays, self._cap_ms)
-            if self._fill(later_ms, cached, most) == most:
-                new = most
+        new = self._fit(limit_ms, cached, most, remaining) if most > 0 else 0
         if new < remaining:
             new = (cached + new) // self.alignment * self.alignment - cached
         if new <= 0:
@@ -276,11 +271,30 @@ class StepPacker:
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
         elif self._prefix_ms > 0 and new < remaining and packed and self._is_wasteful(cached, new):
             new = 0
+        if not new and self._admitting in {"", request_id} and self._is_reached(request_id):
+            self._admitting = request_id
+            new = min(self.alignment - cached % self.alignment, num_allowed)
         if new > 0:
             piece = (cached, new, new == remaining)
             packed[request_id] = piece
             self._add(*piece, 1)
         return new
+
+    def _fit(self, limit_ms: float, cached: int, most: int, remaining: int) -> int:
+        """What of ``most`` tokens fits into the step; a prompt's end may take it longer."""
+        new = self._fill(limit_ms, cached, most)
+        if 0 < new < remaining == most and limit_ms == self._limit_ms:
+            ends = self._num_ends + 1
+            delays = self._num_stages * ends + (self._num_stages - 1) * (self._num_prefills - ends)
+            later_ms = min(limit_ms + self.target.value_ms / delays, self._cap_ms)
+            if self._fill(later_ms, cached, most) == most:
+                return most
+        return new
+
+    def _is_reached(self, request_id: str) -> bool:
+        """Whether it waits and is short, or is in the way of one that is."""
+        is_wanted = request_id in self._shorts or request_id in self._admit
+        return is_wanted and request_id in self._waiting
 
     def _piece_ms(self, cached: int, new: int) -> float:
         """A piece's time on the slowest stage."""

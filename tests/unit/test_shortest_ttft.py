@@ -348,10 +348,10 @@ def test_back_to_a_sole_prefill_plans_from_where_it_is():
 
 
 def steps_until_scheduled(
-    prefills: list[Prefill], budget: int, wanted: str
+    prefills: list[Prefill], budget: int, wanted: str, model: LatencyModel = MODEL
 ) -> tuple[int, float, int]:
     """Steps until a prompt is wholly scheduled, the least target on the way, the head's rest."""
-    policy = ShortestTTFT(pipeline(), budget, ALIGNMENT)
+    policy = ShortestTTFT(pipeline(4, model), budget, ALIGNMENT)
     states, running, least = list(prefills), 1, math.inf
     for count in range(1, 500):
         pieces = dict(pack(policy, Step(states, 0, running), budget))
@@ -392,6 +392,18 @@ def test_starvation_bound_of_a_short_prompt(budget, ahead):
     )
     assert count <= bound
     assert rest > 0.5 * head.num_remaining
+
+
+@pytest.mark.parametrize("budget", [2048, 8192])
+@pytest.mark.parametrize("cached", [0, 30_016])
+def test_a_short_prompt_has_every_other_step_where_prompts_take_turns(
+    budget: int, cached: int
+) -> None:
+    """γL of the head is more than a whole budget of tokens."""
+    model = LatencyModel(20.0, 0.005, 0.05, 0.0)
+    head, short = Prefill("head", 200_000, 800_000), Prefill("short", cached, 6000)
+    count, _, _ = steps_until_scheduled([head, short], budget, "short", model)
+    assert count <= 2 * math.ceil(6000 / (budget - ALIGNMENT)) + 2
 
 
 def test_a_short_prompt_behind_a_long_one_waits_less_than_with_fixed_chunks():
