@@ -78,6 +78,7 @@ class ShortestTTFT:
         self._load = OfferedLoad(self._usual_depth)
         self._last_cached = 0
         self._is_sole = True
+        self._can_pack = True
 
     @property
     def target_ms(self) -> float:
@@ -99,6 +100,7 @@ class ShortestTTFT:
         if not self._is_sole:
             self.plan = None
             self._packer.begin_step(step, ids, self._load.value)
+            self._can_pack = self._packer.target.value_ms < math.inf  # nor if it isn't a number
         elif not step.num_sources:
             self.feedback.learn(MIN_NEW)
 
@@ -107,7 +109,7 @@ class ShortestTTFT:
         if num_allowed < 1 or prefill.num_remaining < 1:
             return ChunkDecision(max(num_allowed, 0), ChunkReason.UNREACHABLE)
         if not self._is_sole:
-            if self._packer.target.value_ms < math.inf:  # not so if it isn't a number either
+            if self._can_pack:
                 return ChunkDecision(self._packer.size(prefill, num_allowed), ChunkReason.MODEL)
             return ChunkDecision(num_allowed, ChunkReason.UNREACHABLE)
         if num_allowed < min(self.alignment, self.budget, prefill.num_remaining):

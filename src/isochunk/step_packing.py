@@ -271,7 +271,7 @@ class StepPacker:
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
         elif self._prefix_ms > 0 and new < remaining and packed and self._is_wasteful(cached, new):
             new = 0
-        if not new and self._admitting in {"", request_id} and self._is_reached(request_id):
+        if not new and self._admitting is not None and self._may_admit(request_id):
             self._admitting = request_id
             new = min(self.alignment - cached % self.alignment, num_allowed)
         if new > 0:
@@ -291,10 +291,10 @@ class StepPacker:
                 return most
         return new
 
-    def _is_reached(self, request_id: str) -> bool:
-        """Whether it waits and is short, or is in the way of one that is."""
+    def _may_admit(self, request_id: str) -> bool:
+        """Whether it waits and is short, or in the way of one that is, and the first of these."""
         is_wanted = request_id in self._shorts or request_id in self._admit
-        return is_wanted and request_id in self._waiting
+        return is_wanted and request_id in self._waiting and self._admitting in {"", request_id}
 
     def _piece_ms(self, cached: int, new: int) -> float:
         """A piece's time on the slowest stage."""

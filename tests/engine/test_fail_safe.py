@@ -81,7 +81,8 @@ def test_uneven_partition_shows_in_the_stage_models(
         engine.calibrate(6144)
         large, small = engine.controller.models
         ratio = large.predict_ms(4096, 512) / small.predict_ms(4096, 512)
-        assert 1.25 < ratio < 2.2  # 5 / 3 and what doesn't depend on layers
+        # 5 / 3 and what doesn't depend on layers; wide, for a machine with other things to do.
+        assert 1.1 < ratio < 2.6
         assert engine.controller.policy.model == large
         installed = [m for m in vllm_log.about_chunking() if "installed" in m]
         assert len(installed) == 2
