@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.peers import ALIGNMENT
+from isochunk.chunk_plan import FIXED_SIZES
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
@@ -23,7 +24,7 @@ from isochunk.workload import Arrival, ClosedLoop, OpenLoop, Request, Workload
 NUM_CASES = 1200
 SEED = 1
 NUM_REQUESTS = 16
-SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SIZES = (512, *FIXED_SIZES)
 KINDS = ("closed loop", "burst", "poisson")
 
 

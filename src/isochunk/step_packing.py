@@ -227,8 +227,8 @@ class StepPacker:
 
     def _take_turns(self, prefills: Sequence[Prefill], head_ms: float, was_turn: bool) -> None:
         """The step is the head's, after one of the short prompts; else theirs."""
-        shorts = [prefills[i] for i in self._reached_at if self._ids[i] in self._shorts]
-        running = [prefill for prefill in shorts if prefill[0] not in self._waiting]
+        running_ids = self._shorts - self._waiting
+        running = [prefills[i] for i in self._reached_at if self._ids[i] in running_ids]
         self._is_turn = bool(running) and not was_turn
         if self._is_turn:
             self._raise_limit(prefills, running[0][1])
@@ -265,15 +265,15 @@ class StepPacker:
         if new <= 0:
             new = 0
             if not packed and not is_others_turn:
-                new = min(self.alignment - cached % self.alignment, num_allowed)
+                new = self._unit(cached, num_allowed)
             elif request_id in self._admit and request_id in self._waiting:
-                unit = min(self.alignment - cached % self.alignment, num_allowed)
+                unit = self._unit(cached, num_allowed)
                 new = unit if self._fill(self._limit_ms, cached, unit) == unit else 0
         elif self._prefix_ms > 0 and new < remaining and packed and self._is_wasteful(cached, new):
             new = 0
         if not new and self._admitting is not None and self._may_admit(request_id):
             self._admitting = request_id
-            new = min(self.alignment - cached % self.alignment, num_allowed)
+            new = self._unit(cached, num_allowed)
         if new > 0:
             piece = (cached, new, new == remaining)
             packed[request_id] = piece
@@ -290,6 +290,10 @@ class StepPacker:
             if self._fill(later_ms, cached, most) == most:
                 return most
         return new
+
+    def _unit(self, cached: int, num_allowed: int) -> int:
+        """The least that is scheduled: up to the next aligned end."""
+        return min(self.alignment - cached % self.alignment, num_allowed)
 
     def _may_admit(self, request_id: str) -> bool:
         """Whether it waits and is short, or in the way of one that is, and the first of these."""
