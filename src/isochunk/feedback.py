@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -145,3 +146,12 @@ class CompletionFeedback:
 def feedback_of(policy: object) -> CompletionFeedback | None:
     """The feedback that a policy wants, if any."""
     return getattr(policy, "feedback", None)
+
+
+def believed_by(policy: object, pipeline: Pipeline) -> Pipeline:
+    """``pipeline`` with the models as a policy believes them now, if it learns."""
+    feedback = feedback_of(policy)
+    if feedback is None:
+        return pipeline
+    feedback.learn()
+    return replace(pipeline, stages=feedback.believed.stages)

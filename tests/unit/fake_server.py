@@ -31,7 +31,9 @@ BUDGET = 4096
 STAGES = (LatencyModel(10.0, 0.001, 0.06, 2e-5), LatencyModel(12.0, 0.001, 0.07, 2.4e-5))
 
 
-def make_controller(*, can_spare: bool = False, **settings: Any) -> ChunkController:
+def make_controller(
+    *, can_spare: bool = False, max_in_flight: int = 0, **settings: Any
+) -> ChunkController:
     made = ChunkController(
         DynamicChunkingConfig(enabled=True, **settings),
         max_num_batched_tokens=BUDGET,
@@ -39,6 +41,7 @@ def make_controller(*, can_spare: bool = False, **settings: Any) -> ChunkControl
         num_stages=len(STAGES),
         max_model_len=32768,
         can_spare=can_spare,
+        max_in_flight=max_in_flight,
     )
     if not made.calibrator.is_final:
         sizes = range(170, 4097, 170)

@@ -2,16 +2,22 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from isochunk.benchmark.run import (
     HEADER,
     Cell,
     Comparison,
     Measurement,
+    make_profile,
     table_rows,
     to_markdown,
     write_results,
 )
+from tests.unit.fake_server import make_controller, run_prompt
 
 FAST = [2.0, 3.0, 2.2, 4.0, 2.1]  # a machine that slows down now and then
 
@@ -61,3 +67,15 @@ def test_variable_lengths_are_the_same_for_every_policy() -> None:
     assert all(1000 <= length <= 8000 for length in lengths)
     assert Cell(8000, 1, is_variable=False).lengths(seed=1) == [8000]
     assert str(cell) == "up to 8000 tokens, concurrency 4"
+
+
+@pytest.mark.parametrize(("can_spare", "max_in_flight"), [(False, 0), (True, 0), (False, 3)])
+def test_the_profile_keeps_the_batches_in_flight(can_spare: bool, max_in_flight: int) -> None:
+    controller = make_controller(can_spare=can_spare, max_in_flight=max_in_flight)
+    for i in range(9):
+        run_prompt(controller, f"prompt{i}", 16384)
+    engine: Any = SimpleNamespace(controller=controller, budget=controller.calibrator.budget)
+    profile = make_profile(engine, "toy", "cpu")
+    assert len(profile.stages) == 2
+    assert profile.to_pipeline() == controller.pipeline
+    assert (profile.spare_batch, profile.max_in_flight) == (can_spare, max_in_flight)

@@ -109,16 +109,18 @@ def test_installed_already_sends_nothing(start: Start) -> None:
     assert not fake.prompts
 
 
-@pytest.mark.parametrize("can_spare", [False, True])
-def test_saves_a_profile_that_plan_accepts(start: Start, tmp_path: Path, can_spare: bool) -> None:
-    fake = start(controller=make_controller(can_spare=can_spare))
+@pytest.mark.parametrize(("can_spare", "max_in_flight"), [(False, 0), (True, 0), (False, 3)])
+def test_saves_a_profile_that_plan_accepts(
+    start: Start, tmp_path: Path, can_spare: bool, max_in_flight: int
+) -> None:
+    fake = start(controller=make_controller(can_spare=can_spare, max_in_flight=max_in_flight))
     path = tmp_path / "profile.json"
     shown = calibrated(calibrate(f"{fake.url}/v1/", "--save", str(path)), 0).stdout
     assert f"Wrote {path}" in shown
     profile = load_profile(path)
     assert fake.controller is not None
     assert profile.to_pipeline() == fake.controller.pipeline  # with the overhead of a step
-    assert profile.spare_batch is can_spare
+    assert (profile.spare_batch, profile.max_in_flight) == (can_spare, max_in_flight)
     assert profile.model_dump(include={"model_name", "device", "alignment"}) == {
         "model_name": "toy",
         "device": "cpu",

@@ -6,6 +6,7 @@ import pytest
 
 from isochunk.config import DynamicChunkingConfig
 from isochunk.controller import ChunkController
+from isochunk.feedback import believed_by
 from isochunk.latency import LatencyModel
 from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
@@ -128,3 +129,13 @@ def test_the_calibration_knows_whether_its_probes_had_the_spare_batch() -> None:
     assert made.end_step({"a": made.size(PREFILL, 8192), "decode": 1}) is not None
     assert not made.calibrator.was_spared
     assert not controller(policy="equal-latency").calibrator.was_spared
+
+
+@pytest.mark.parametrize("usual", [Pipeline((MODEL, MODEL), max_in_flight=3), SPARE, PIPELINE])
+def test_what_a_policy_believes_leaves_the_batches_in_flight_alone(usual: Pipeline) -> None:
+    policy = ShortestTTFT(usual, 8192, 64)
+    simulate(usual.scaled(1, 1, 1, 1.5), policy, ClosedLoop([Request(40_000)] * 3, 1), 8192)
+    believed = believed_by(policy, usual)
+    assert believed.stages == policy.feedback.believed.stages != usual.stages
+    assert (believed.depth, believed.may_spare) == (usual.depth, usual.may_spare)
+    assert believed_by(FixedChunk(), usual) is believed_by(None, usual) is usual

@@ -10,14 +10,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isochunk.controller import ChunkController
 from isochunk.demo.prompts import random_prompt
 from isochunk.demo.server import cpu_env
-from isochunk.feedback import feedback_of
+from isochunk.feedback import believed_by
 from isochunk.makespan import Pipeline
 from isochunk.policies import ChunkPolicy
 
@@ -100,11 +100,7 @@ class BenchEngine:
     @property
     def pipeline(self) -> Pipeline:
         """The models, as corrected by what "auto" has learnt."""
-        feedback = feedback_of(self._policies.get("auto"))
-        if feedback is None:
-            return self.controller.pipeline
-        feedback.learn()
-        return replace(self.controller.pipeline, stages=feedback.believed.stages)
+        return believed_by(self._policies.get("auto"), self.controller.pipeline)
 
     def run(
         self, prompts: Sequence[list[int]], concurrency: int, max_tokens: int = 1
