@@ -19,7 +19,7 @@ from isochunk.makespan import Pipeline
 from isochunk.pipeline import simulate
 from isochunk.policies import FixedChunk
 from isochunk.shortest_ttft import ShortestTTFT
-from isochunk.workload import Arrival, ClosedLoop, OpenLoop, Request, Workload
+from isochunk.workload import Arrival, ClosedLoop, OpenLoop, Request, Workload, poisson
 
 NUM_CASES = 1200
 SEED = 1
@@ -80,11 +80,7 @@ def make_case(rng: random.Random) -> Case:
         return Case(pipeline, budget, kind, OpenLoop(tuple(Arrival(0.0, r) for r in together)))
     work_ms = sum(max(m.predict_ms(0, r.num_prompt) for m in pipeline.stages) for r in requests)
     mean_ms = work_ms / NUM_REQUESTS / rng.uniform(0.3, 0.85)
-    now_ms, arrivals = 0.0, []
-    for request in requests:
-        arrivals.append(Arrival(now_ms, request))
-        now_ms += rng.expovariate(1 / mean_ms)
-    return Case(pipeline, budget, kind, OpenLoop(tuple(arrivals)))
+    return Case(pipeline, budget, kind, poisson(requests, 1000.0 / mean_ms, rng.getrandbits(32)))
 
 
 def run(case: Case) -> Result:

@@ -141,38 +141,43 @@ class StepPacker:
 
     def _look_at(self, prefills: Sequence[Prefill], num_running: int, load: float) -> None:
         """The prompt set has changed: target time, short prompts, prompts to admit."""
-        areas = [new * (2 * cached + new) for _, cached, new in prefills]
-        tokens, area = sum([prefill[2] for prefill in prefills]), sum(areas)
-        unlisted = self._num_prefills / len(prefills)
-        depth = 0.5 * area / tokens if self._prefix_ms > 0 else 0.0  # of the mean token
+        # One loop for all: this is the hot path.
+        token_ms, attention_ms = self._slowest.token_ms, self._slowest.attention_ms
+        tokens = area = 0
+        short_ms = 0.0  # the head isn't short
+        shorts: set[str] = set()
+        admit: set[str] = set()
+        reached_at: list[int] = []
+        passed: list[int] = []
+        for index, (request_id, cached, new) in enumerate(prefills):
+            pairs = new * (2 * cached + new)
+            tokens += new
+            area += pairs
+            work_ms = new * token_ms + attention_ms * pairs
+            if work_ms < short_ms:
+                shorts.add(request_id)
+                if passed:
+                    admit.update([self._ids[i] for i in passed])
+                    reached_at += passed
+                    passed = []
+                reached_at.append(index)
+            elif not index:
+                short_ms = SHORT_SHARE * work_ms
+            elif index >= num_running:
+                passed.append(index)
+        self._shorts, self._admit, self._reached_at = shorts, admit, reached_at
         before_tokens = before_area = 0
         for more_tokens, more_area in self._in_flight:
             before_tokens += more_tokens
             before_area += more_area
+        unlisted = self._num_prefills / len(prefills)
+        depth = 0.5 * area / tokens if self._prefix_ms > 0 else 0.0  # of the mean token
         self.target.update(
             (tokens * unlisted, area * unlisted, depth),
             self._num_prefills,
             (before_tokens, before_area),
             load,
         )
-        token_ms, attention_ms = self._slowest.token_ms, self._slowest.attention_ms
-        works = [
-            new * token_ms + attention_ms * pairs
-            for (_, _, new), pairs in zip(prefills, areas, strict=True)
-        ]
-        short_ms = SHORT_SHARE * works[0]
-        self._shorts, self._admit, self._reached_at = set(), set(), []
-        passed: list[int] = []
-        for index, work in enumerate(works):
-            if work < short_ms:
-                self._shorts.add(self._ids[index])
-                if passed:
-                    self._admit.update(self._ids[i] for i in passed)
-                    self._reached_at += passed
-                    passed.clear()
-                self._reached_at.append(index)
-            elif index >= num_running and index:
-                passed.append(index)
 
     def _fixed_ms(self, prefills: Sequence[Prefill], most_ms: float) -> float:
         """Time of the step that fixed chunking would make, ``most_ms`` at most."""
